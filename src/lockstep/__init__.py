@@ -8,6 +8,7 @@ from lockstep.branches.placing import on as on
 from lockstep.branches.placing import place as place
 from lockstep.branches.placing import placement as placement
 from lockstep.core.package_versions import __version__ as __version__
+from lockstep.core.process_local import process_local as process_local
 from lockstep.core.status import report_from_environment as _report_from_environment
 from lockstep.distribute import devices as devices
 from lockstep.distribute import distribute as distribute
@@ -51,6 +52,7 @@ __all__ = [
     "placement",
     "plan",
     "predict",
+    "process_local",
     "rehearse",
     "release",
     "rescue",

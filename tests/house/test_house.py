@@ -95,6 +95,7 @@ def test_the_public_names():
         "placement",
         "plan",
         "predict",
+        "process_local",
         "rehearse",
         "release",
         "rescue",

@@ -28,13 +28,15 @@ from lockstep.core.fit_lines import (
     wants_words,
 )
 from lockstep.core.layout import Branches, DataParallel, Layout, both_layouts
+from lockstep.core.process_local import ProcessLocal
 from lockstep.core.state import named_variables, optimizers_of, rnn_states
 from lockstep.core.step_bytes import size_of
-from lockstep.errors import UnsupportedBackend, UnsupportedModel
+from lockstep.errors import UnsupportedBackend, UnsupportedModel, counted
 from lockstep.keras_compat import is_built, trainer_module
 from lockstep.processes import process_group
 from lockstep.processes.agreement import check_course
 from lockstep.processes.call_scope import CALLS
+from lockstep.processes.group import current
 from lockstep.training.call_guard import LOOPS, STEPPING, CallGuard
 from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.input import check_times
@@ -188,7 +190,12 @@ class Attachment:
 
     def _fit_line(self, given: Given, compiles: bool) -> str:
         session = self.session
+        own = given.get("x")
+        if isinstance(own, ProcessLocal):
+            given = {**given, "x": own.parts[0] if own.is_arrays else None}
         line = fit_line(keras.backend.backend(), session.layout, given, compiles)
+        if isinstance(own, ProcessLocal):
+            line += f", rows of {counted(current().size, 'process')}"
         ours = [each for each in self._engine.devices() if each.name in session.devices]
         line += session.remarks() + self._held_words(ours)
         one_step = isinstance(session.layout, DataParallel)

@@ -38,12 +38,15 @@ class DataCheck:
     Attributes:
         watched: Whether callbacks run between the steps of this process. They may stop or fail. If
             any process is watched, all processes agree before each step.
+        is_joined: Whether the batches were joined from the rows of all processes, and need no
+            comparison.
     """
 
     def __init__(self, every_pull: bool, *, whole: bool = False) -> None:
         self.every_pull = every_pull
         self._whole = whole
         self.watched = False
+        self.is_joined = False
         self._exchange = Exchange()
         self._assigned: VariableDrift | None = None
         self._taken = 0
@@ -57,7 +60,7 @@ class DataCheck:
             self._hash = _new_hash()
         for batch in batches:
             self._taken += 1
-            for array in _arrays(batch):
+            for array in () if self.is_joined else _arrays(batch):
                 _add(self._hash, array if self._whole else sample(array), array)
             yield batch
 
@@ -92,11 +95,11 @@ class DataCheck:
             self._first = False
             # Earlier batches do not count. After an error one process may have a built model, while
             # another process draws a batch to build its model.
-            first = f"{steps} {_first_rows(found[0], rows)}"
-            greatest = self._exchange_word(_BEGINS, first, len(found))
+            seen = "" if self.is_joined else _first_rows(found[0], rows)
+            greatest = self._exchange_word(_BEGINS, f"{steps} {seen}", len(found))
             self.every_pull |= bool(greatest[4])
         elif self.every_pull:  # with other shapes they would run other programs
-            self._exchange_word(_GOES_ON, _shapes(found))
+            self._exchange_word(_GOES_ON, "" if self.is_joined else _shapes(found))
         return found
 
     def check(self) -> None:

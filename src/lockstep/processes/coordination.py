@@ -63,6 +63,21 @@ class Exchange:
         self._next()
         return least, greatest
 
+    def gather(self, word: Word) -> list[Word]:
+        """Send a word, and return those of all processes, in the order of the ranks.
+
+        Raises:
+            ProcessesDisagree: If another process has left this call, or does not answer.
+        """
+        CALLS.move()
+        known: dict[int, Word] = {current().rank: word}
+        for place, mine, theirs in self._rounds():
+            _write(f"{place}/{mine}", [[rank, said] for rank, said in known.items()])
+            for rank, said in _read(f"{place}/{theirs}", theirs):
+                known[rank] = said
+        self._next()
+        return [known[rank] for rank in range(current().size)]
+
     def close(self) -> None:
         """Mark the words for deletion: no exchange follows for some time."""
         _done.append(self._folder())

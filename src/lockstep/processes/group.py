@@ -41,6 +41,10 @@ class ProcessGroup(Protocol):
         """Return the bytes of the first process, in every process, given as many of this one."""
         ...
 
+    def gather(self, mine: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+        """Return the bytes of every process, given those of this one, and the size of each."""
+        ...
+
     def share_random_state(self) -> None:
         """Give every process the random state of the first one that the framework has, if any."""
         ...

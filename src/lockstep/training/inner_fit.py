@@ -2,8 +2,8 @@
 
 A class may override `fit` and call `super().fit`. A tool such as MLflow's autologging replaces
 `fit` of the class by a function that calls the original. Both end in Keras's `fit`, whose loop
-gives a checkpoint or a profile too little information. If the callbacks have one, lockstep's loop
-runs instead. It behaves like Keras's loop for the code around it.
+gives a checkpoint or a profile too little information, and does not know `process_local`. Where one
+of them is given, lockstep's loop runs instead. It behaves like Keras's loop for the code around it.
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.checkpoint.callback import checkpoint_among
 from lockstep.core.fit_lines import arguments_of
+from lockstep.core.process_local import ProcessLocal
 from lockstep.keras_compat import trainer_class
 from lockstep.training.profile import observed_fit, profile_among
 
@@ -38,8 +39,11 @@ def lead_to_loop(loop_of: Callable[[Any], Any]) -> None:
     @functools.wraps(keras_fit)
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         loop = loop_of(self)
-        given = arguments_of(trainer_class().fit, (self, *args), kwargs).get("callbacks")
+        arguments = arguments_of(trainer_class().fit, (self, *args), kwargs)
+        given = arguments.get("callbacks")
         observed = checkpoint_among(given) is not None or profile_among(given) is not None
+        of_process = (arguments.get("x"), arguments.get("validation_data"))
+        observed |= any(isinstance(each, ProcessLocal) for each in of_process)
         if loop is None or not observed:
             return keras_fit(self, *args, **kwargs)
         with observed_fit(given):

@@ -19,6 +19,7 @@ from lockstep.keras_compat import (
     number_of_rows,
 )
 from lockstep.training.arrays import plain_arrays, row_numbers
+from lockstep.training.own_rows import OwnRows
 
 
 class AnewAfterReset(EpochIterator):  # type: ignore[misc]
@@ -90,8 +91,11 @@ class HostIterator(AnewAfterReset):
 
     def _trust_arrays(self) -> None:
         if self._seen is not None:
-            # Arrays have a known number of batches and raise no error when drawn.
-            self._seen.every_pull = not isinstance(self.data_adapter, ArrayDataAdapter)
+            # Arrays have a known number of batches and raise no error when drawn. Processes that
+            # join their rows agree on each batch by themselves.
+            is_joined = self._seen.is_joined = isinstance(self.data_adapter, OwnRows)
+            is_safe = is_joined or isinstance(self.data_adapter, ArrayDataAdapter)
+            self._seen.every_pull = not is_safe
 
     def _get_iterator(self) -> Iterator[Any]:
         batches = self._batches()

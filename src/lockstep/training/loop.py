@@ -18,6 +18,7 @@ from lockstep.checkpoint.callback import Checkpoint, observer_among
 from lockstep.checkpoint.fit_run import NO_OBSERVER, FitRun, Observer
 from lockstep.core.engine import NO_BATCH, PREDICT, TEST, TRAIN, Kind, Session
 from lockstep.core.fit_lines import LONG, Wait, first_step_line, waiting_line
+from lockstep.core.process_local import ProcessLocal, check_beside
 from lockstep.core.status import STATUS_OF_PROCESS, phase
 from lockstep.errors import UnusableData
 from lockstep.keras_compat import (
@@ -36,12 +37,14 @@ from lockstep.keras_compat import (
     validates_after,
     values_in_order,
 )
+from lockstep.processes.process_group import several
 from lockstep.training.callbacks import Callbacks, TimedCallbacks, see_every_batch
 from lockstep.training.fit_clock import CHECKPOINT, NO_CLOCK, VALIDATION, Clock, FitClock
 from lockstep.training.input import HostIterator
 from lockstep.training.logs import pythonify_logs
 from lockstep.training.overrides import is_keras, knows_arguments
-from lockstep.training.predictions import Rows, RowsInMemory, taker_among
+from lockstep.training.own_rows import global_data
+from lockstep.training.predictions import Rows, RowsInMemory, RowsOfProcess, taker_among
 from lockstep.training.profile import Profile, clock_among
 from lockstep.training.steps_at_once import steps_at_once
 
@@ -125,6 +128,8 @@ class Loop:
     ) -> Any:
         """Run Keras's `fit`."""
         check_compiled(self.model, "fit")
+        beside = {"y": y, "sample_weight": sample_weight, "validation_split": validation_split}
+        check_beside(x, beside)
         most_epochs = keras.config.max_epochs()
         if most_epochs and most_epochs < epochs:
             warnings.warn(f"Limiting epochs to {most_epochs}", stacklevel=4)
@@ -167,7 +172,7 @@ class Loop:
         model, session = self.model, self._session
         forget_validation(model)
         fit.observer, fit.clock = observer_among(callbacks), clock_among(callbacks)
-        fit.batches = session.batches(
+        fit.batches = self._batches(
             TRAIN,
             recorded=fit.observer.records,
             **data,
@@ -245,7 +250,7 @@ class Loop:
         return {f"val_{name}": value for name, value in logs.items()}
 
     def _held_out(self, fit: "_Fit", recorded: bool = False) -> Any:
-        return self._session.batches(
+        return self._batches(
             TEST,
             recorded=recorded,
             **(fit.held_out or {}),
@@ -280,6 +285,7 @@ class Loop:
         """Run Keras's `evaluate`."""
         model, session = self.model, self._session
         check_compiled(model, "evaluate")
+        check_beside(x, {"y": y, "sample_weight": sample_weight})
         within_fit = kwargs.pop(WITHIN_FIT, False)
         if kwargs:
             raise ValueError(f"Arguments not recognized: {kwargs}")
@@ -291,7 +297,7 @@ class Loop:
         batches = (
             kept_validation(model)
             if within_fit
-            else session.batches(
+            else self._batches(
                 TEST,
                 x=x,
                 y=y,
@@ -337,9 +343,10 @@ class Loop:
         """
         model, session = self.model, self._session
         taker = taker_among(callbacks)
-        if taker is None and keras_joins_predictions():
+        own = isinstance(x, ProcessLocal) and several()
+        if taker is None and keras_joins_predictions() and not own:
             return trainer_class().predict(model, x, batch_size, verbose, steps, callbacks)
-        batches = session.batches(
+        batches = self._batches(
             PREDICT,
             recorded=taker is not None,
             x=x,
@@ -348,13 +355,15 @@ class Loop:
             shuffle=False,
             steps_per_execution=model.steps_per_execution,
         )
+        if batches.num_batches == 0 and own:
+            raise _no_batch("predict")
         if batches.num_batches == 0:  # Keras raises its own error
             return trainer_class().predict(model, x, batch_size, verbose, steps, callbacks)
         session.build(batches, PREDICT)
         callbacks = self._callbacks(callbacks, verbose, 1, batches)
         model.make_predict_function()
         model.stop_predicting = False
-        rows: Rows = taker or RowsInMemory()
+        rows: Rows = taker or (RowsOfProcess() if own else RowsInMemory())
         callbacks.on_predict_begin()
 
         def end(step: int, outputs: Any) -> None:
@@ -453,6 +462,10 @@ class Loop:
             yield begin_timed, end_timed
         finally:
             waits.stop()
+
+    def _batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
+        """Return the iterator over the global batches."""
+        return self._session.batches(kind, recorded=recorded, **global_data(data))
 
     def _results(self, logs: dict[str, Any]) -> dict[str, Any]:
         return metric_results(self.model, logs)

@@ -14,7 +14,7 @@ from lockstep.checkpoint.prediction_folder import SUFFIX, PredictionFolder
 from lockstep.core.engine import Session
 from lockstep.core.fit_lines import callbacks_in
 from lockstep.core.state import named_variables, to_host
-from lockstep.errors import PredictionFileError, counted
+from lockstep.errors import PredictionFileError, UnsupportedModel, counted
 from lockstep.keras_compat import layers_in, seed_generators
 from lockstep.processes.coordination import digest, once
 from lockstep.processes.group import current
@@ -52,6 +52,42 @@ class RowsInMemory:
     def joined(self) -> Any:
         """Return what `predict` returns."""
         return keras.tree.map_structure(_joined, *self._parts)
+
+
+class RowsOfProcess(RowsInMemory):
+    """Joins the rows of this process, where each brings its own."""
+
+    @contextlib.contextmanager
+    def opened(self, session: Session, batches: Any) -> Iterator[None]:
+        """Take the rows of a prediction inside the context."""
+        self._drawn = batches.data_adapter.drawn
+        self._drawn.clear()  # of building
+        yield
+
+    def take(self, outputs: Any) -> None:
+        """Take the rows of an execution, and keep those of this process.
+
+        Raises:
+            UnsupportedModel: If the model has not given one row for each row of its input.
+        """
+        rows = len(keras.tree.flatten(outputs)[0])
+        mine, start = [], 0
+        while start < rows and self._drawn:
+            counts = self._drawn.popleft()
+            own = counts.mine
+            mine.append(slice(start + own.start, start + own.stop))
+            start += counts.total
+        if start != rows:
+            raise UnsupportedModel(
+                f"{rows} rows were predicted for {start} rows of the processes, which cannot be "
+                "told apart.\nGive every process all data, without process_local."
+            )
+
+        def cut(leaf: Any) -> np.ndarray:
+            whole = keras.ops.convert_to_numpy(leaf)
+            return np.concatenate([whole[own] for own in mine])
+
+        super().take(keras.tree.map_structure(cut, outputs))
 
 
 class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types

@@ -20,6 +20,7 @@ from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
 from lockstep.training.arrays import plain_arrays
 from lockstep.training.input import BatchesAhead, HostIterator
+from lockstep.training.own_rows import OwnRows
 
 
 class MeshIterator(HostIterator):
@@ -49,7 +50,8 @@ class MeshIterator(HostIterator):
 
     def _may_draw_ahead(self) -> bool:
         adapter = self.data_adapter
-        if not self.draws_ahead or isinstance(adapter, GeneratorDataAdapter):
+        ends_once = isinstance(adapter, OwnRows) and adapter.ends_once
+        if not self.draws_ahead or ends_once or isinstance(adapter, GeneratorDataAdapter):
             return False  # a generator would lose a batch at the end of a `fit`
         # The position of a Grain source is that before its last draw.
         return not (self.recorded and isinstance(adapter, GrainDatasetAdapter))

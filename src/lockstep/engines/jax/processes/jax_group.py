@@ -72,14 +72,32 @@ class JaxGroup:
 
     def broadcast(self, values: list[np.ndarray]) -> list[np.ndarray]:
         """Return the bytes of the first process, in every process."""
+        self._connect()
+        return [found for part in _buckets(values) for found in _of_the_first(part)]
+
+    _is_connected = False
+
+    def _connect(self) -> None:
         if not self._is_connected and jax.default_backend() == "cpu":
             with _without_lines_of_gloo():
                 multihost_utils.sync_global_devices("lockstep")
                 _connect_devices()
         self._is_connected = True
-        return [found for part in _buckets(values) for found in _of_the_first(part)]
 
-    _is_connected = False
+    def gather(self, mine: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+        """Return the bytes of every process, in buckets of limited size."""
+        self._connect()
+        whole = [np.empty(size, "uint8") for size in sizes]
+        room = _BUCKET // self.size
+        for start in range(0, max(sizes), room):
+            sent = np.zeros(_rounded(min(room, max(sizes) - start)), "uint8")
+            part = mine[start : start + room]
+            sent[: len(part)] = part
+            found = np.asarray(multihost_utils.process_allgather(sent))
+            for own, each in zip(whole, found, strict=True):
+                taken = own[start : start + room]
+                taken[:] = each[: len(taken)]
+        return whole
 
     def share_random_state(self) -> None:
         """Give every process the state of PyTorch that the first one has: it orders a `DataLoader`.
@@ -179,6 +197,12 @@ def _buckets(values: list[np.ndarray], size: int = _BUCKET) -> Iterator[list[np.
         room -= value.nbytes
     if bucket:
         yield bucket
+
+
+def _rounded(size: int) -> int:
+    """Return a size that is at most an eighth larger: each size is a program of its own."""
+    step = 1 << max(0, size.bit_length() - 4)
+    return -(-size // step) * step
 
 
 def _of_the_first(values: list[np.ndarray]) -> list[np.ndarray]:

@@ -35,12 +35,12 @@ from lockstep.engines.torch.exchange.accelerators import (
     name_of,
     number_of_gpus,
 )
-from lockstep.engines.torch.exchange.group import HOST, RankGroup
+from lockstep.engines.torch.exchange.group import HOST, PeerLost, RankGroup
 from lockstep.engines.torch.exchange.placement import keras_uses_gpus
 from lockstep.engines.torch.sharded.sharded_variables import is_sharded
 from lockstep.engines.torch.steps.replica import random_state, set_random_state
 from lockstep.errors import ProcessesDisagree
-from lockstep.processes.coordination import patience
+from lockstep.processes.coordination import lost_connection_error, patience
 from lockstep.processes.group import use
 from lockstep.processes.process_group import from_first
 from lockstep.processes.shares import announce_coordinator, devices_of_process, not_met
@@ -215,6 +215,15 @@ class TorchGroup:
         tensors = [torch.from_numpy(value.copy()) for value in values]
         self.ranks.broadcast_in_place(tensors)
         return [tensor.numpy() for tensor in tensors]
+
+    def gather(self, mine: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+        """Return the bytes of every process."""
+        try:
+            whole = self.ranks.gather(torch.from_numpy(mine), sizes)
+        except PeerLost:
+            self.leave_ranks()
+            raise lost_connection_error() from None
+        return [part.numpy() for part in whole.split(sizes)]
 
     def share_random_state(self) -> None:
         """Give every process the states of PyTorch's random numbers that the first one has."""

@@ -1,0 +1,168 @@
+"""Data of which each of several processes has its own rows."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import GeneratorType
+from typing import Any
+
+from lockstep.errors import UnusableData
+
+
+class OwnRandomNumbers:
+    """The random numbers of Python, NumPy and PyTorch that the data of this process draws.
+
+    The model draws others, which are the same in every process. So data that draw a different
+    number of times in each process do not let the processes of a model drift apart.
+    """
+
+    def __init__(self) -> None:
+        self.states = self.taken()
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Let code inside the context draw them, in place of those of the process."""
+        before = self.taken()
+        self.put(self.states)
+        try:
+            yield
+        finally:
+            self.states = self.taken()
+            self.put(before)
+
+    @staticmethod
+    def taken() -> tuple[Any, ...]:
+        """Return the current states of this process."""
+        import numpy as np  # lockstep is imported without it
+
+        torch = sys.modules.get("torch")
+        of_torch = None if torch is None else torch.get_rng_state()
+        return random.getstate(), np.random.get_state(legacy=False), of_torch
+
+    @staticmethod
+    def put(states: tuple[Any, ...]) -> None:
+        """Set the states of this process."""
+        import numpy as np
+
+        of_python, of_numpy, of_torch = states
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        if of_torch is not None:
+            sys.modules["torch"].set_rng_state(of_torch)
+
+
+class ProcessLocal:
+    """Data whose batches are the rows of this process.
+
+    Attributes:
+        data: What was wrapped.
+        random: The random numbers that it draws.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.random = OwnRandomNumbers()
+
+    def __repr__(self) -> str:
+        return f"lockstep.process_local({type(self.data).__name__})"
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise UnusableData(
+            f"{self!r} was given where an array is expected. fit, evaluate and predict take it, as "
+            "their\nfirst argument or as validation_data. Elsewhere, such as in adapt, give the "
+            "data of all processes."
+        )
+
+    @property
+    def parts(self) -> tuple[Any, Any, Any]:
+        """The inputs, targets and sample weights, if the data are arrays."""
+        if isinstance(self.data, tuple) and len(self.data) <= 3:
+            x, y, sample_weight = (*self.data, None, None)[:3]
+            return x, y, sample_weight
+        return self.data, None, None
+
+    @property
+    def is_arrays(self) -> bool:
+        """Whether the data are arrays, which Keras cuts into batches."""
+        x, *_ = self.parts
+        return hasattr(x, "shape") or isinstance(x, list | tuple | dict)
+
+    @property
+    def makes_batches(self) -> Callable[[], Any] | None:
+        """A function that returns the batches of a pass, `None` for other data."""
+        is_function = callable(self.data) and not hasattr(self.data, "__getitem__")
+        return self.data if is_function and not hasattr(self.data, "__iter__") else None
+
+
+def process_local(data: Any) -> ProcessLocal:
+    """Say that the batches of `data` in this process are its rows of the global batches.
+
+    The global batch of step k has the rows of the k-th batch of every process, in the order of the
+    ranks. Loss, metrics and weights are those of one device that was given these global batches.
+    Processes may have batches of different sizes, and of different number: one whose data have
+    ended takes part without rows until the data of all have ended, so that every row counts once.
+    In one process the data are used as they are.
+
+    Args:
+        data: A `tf.data.Dataset`, a `DataLoader`, a `PyDataset`, a Grain data set, a generator, a
+            function without arguments that returns the batches of one pass, an array, or a tuple
+            `(x, y)` or `(x, y, sample_weight)` of arrays. With arrays, `batch_size` is that of
+            the global batch; other data bring the batches of this process.
+
+    Returns:
+        The first argument of `fit`, `evaluate`, `predict` and `lockstep.predict`, or
+        `validation_data`. `predict` returns the rows of this process.
+
+    Raises:
+        UnusableData: If the data are wrapped already, or none are given.
+
+    Example:
+        >>> rank, size = lockstep.initialize()
+        >>> own = lockstep.process_local((x[rank::size], y[rank::size]))
+        >>> _ = model.fit(own, batch_size=32, verbose=0)
+    """
+    if data is None or isinstance(data, ProcessLocal):
+        what = "None" if data is None else repr(data)
+        raise UnusableData(
+            f"process_local was given {what}, and data of this process were expected.\n"
+            "Give it a data set, a generator, an array or a tuple (x, y) of arrays."
+        )
+    return ProcessLocal(data)
+
+
+def check_beside(data: Any, given: dict[str, Any]) -> None:
+    """Check that no argument stands beside `process_local` that belongs into it.
+
+    Args:
+        data: The first argument of `fit`, `evaluate` or `predict`.
+        given: The other arguments by name.
+
+    Raises:
+        UnusableData: If one does.
+    """
+    for name, value in given.items():
+        if isinstance(value, ProcessLocal) and name != "validation_data":
+            raise UnusableData(
+                f"{name}={value!r} was given, and the rows of a process are wrapped together.\n"
+                "Give process_local((x, y, sample_weight)) as the first argument."
+            )
+    if not isinstance(data, ProcessLocal):
+        return
+    found = [name for name in ("y", "sample_weight") if given.get(name) is not None]
+    found += ["validation_split"] if given.get("validation_split") else []
+    if found:
+        remedy = (
+            "Split the rows of each process first, and give validation_data=process_local(...)."
+            if found == ["validation_split"]
+            else "Wrap all of them: process_local((x, y, sample_weight))."
+        )
+        raise UnusableData(
+            f"{', '.join(found)} was given beside {data!r}, whose rows would not fit to it.\n"
+            f"{remedy}"
+        )
+
+
+def is_generator(data: Any) -> bool:
+    """Return whether data end once."""
+    return isinstance(data, GeneratorType)

@@ -1,0 +1,242 @@
+"""Joins the rows that each process has for a step into one global batch."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import ProcessesDisagree, UnusableData, counted
+from lockstep.processes.coordination import Exchange, digest
+from lockstep.processes.group import current
+
+
+@dataclass(frozen=True)
+class Form:
+    """All that a batch is but for its rows.
+
+    Attributes:
+        leaves: The type of each array, and its shape without the number of rows.
+        structure: The structure of the batch, with the number of an array in its place.
+    """
+
+    leaves: tuple[tuple[str, tuple[int, ...]], ...]
+    structure: Any
+
+    @classmethod
+    def of(cls, batch: Any) -> tuple["Form", list[np.ndarray]]:
+        """Return the form of a batch, and its arrays."""
+        arrays: list[np.ndarray] = []
+        structure = _described(batch, arrays)
+        kinds = tuple((array.dtype.name, tuple(array.shape[1:])) for array in arrays)
+        return cls(kinds, structure), arrays
+
+    def as_text(self) -> str:
+        """Return the form as a text, which `from_text` reads."""
+        return json.dumps([self.leaves, self.structure])
+
+    @classmethod
+    def from_text(cls, text: str) -> "Form":
+        """Return the form of `as_text`."""
+        leaves, structure = json.loads(text)
+        return cls(tuple((name, tuple(shape)) for name, shape in leaves), structure)
+
+    def bytes_of(self, rows: int) -> int:
+        """Return the bytes of so many rows of all arrays."""
+        each = (np.dtype(name).itemsize * math.prod(shape) for name, shape in self.leaves)
+        return rows * sum(each)
+
+    def rows_in(self, packed: np.ndarray, rows: int) -> list[np.ndarray]:
+        """Return the arrays of a process, given their bytes."""
+        found, start = [], 0
+        for name, shape in self.leaves:
+            size = rows * np.dtype(name).itemsize * math.prod(shape)
+            # A copy: the place of an array in the bytes may not be aligned for its type.
+            part = packed[start : start + size].copy()
+            found.append(part.view(np.dtype(name)).reshape(rows, *shape))
+            start += size
+        return found
+
+    def batch(self, arrays: list[np.ndarray]) -> Any:
+        """Return a batch of these arrays."""
+        return _filled(self.structure, arrays)
+
+    def words(self) -> str:
+        """Return the types and shapes, for a message."""
+        each = [f"{name}{list(shape)}" for name, shape in self.leaves[:4]]
+        return ", ".join(each) + (", ..." if len(self.leaves) > 4 else "")
+
+
+def _described(part: Any, arrays: list[np.ndarray]) -> Any:
+    """Return the structure of a batch as JSON has it, and append its arrays."""
+    if part is None:
+        return None
+    if isinstance(part, dict):
+        return {"dict": [[key, _described(each, arrays)] for key, each in sorted(part.items())]}
+    if type(part) in (tuple, list):
+        return {type(part).__name__: [_described(each, arrays) for each in part]}
+    if isinstance(part, tuple | list) or not hasattr(part, "__array__"):
+        raise UnusableData(
+            f"A batch has a {type(part).__name__} in it, and the rows of several processes are "
+            "joined as arrays.\nLet the data yield dense arrays in tuples, lists and dicts."
+        )
+    array = current().to_host(part)
+    if isinstance(array, np.ma.MaskedArray) or array.dtype.hasobject or array.dtype.kind in "USMm":
+        raise UnusableData(
+            f"A batch has an array of type {array.dtype}, and the rows of several processes are "
+            "joined as numbers.\nLet the data yield numbers, such as the result of a "
+            "StringLookup or TextVectorization in its map."
+        )
+    if array.ndim == 0 or (arrays and len(array) != len(arrays[0])):
+        sizes = f"of shape {array.shape}" + (f" beside {len(arrays[0])} rows" if arrays else "")
+        raise UnusableData(
+            f"A batch has an array {sizes}, and its rows belong to one process each.\n"
+            "Give every array of a batch as many rows."
+        )
+    arrays.append(array)
+    return len(arrays) - 1
+
+
+def _filled(structure: Any, arrays: list[np.ndarray]) -> Any:
+    if structure is None:
+        return None
+    if isinstance(structure, int):
+        return arrays[structure]
+    ((kind, parts),) = structure.items()
+    if kind == "dict":
+        return {key: _filled(each, arrays) for key, each in parts}
+    each = [_filled(part, arrays) for part in parts]
+    return each if kind == "list" else tuple(each)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The rows of each process in a global batch, in the order of the ranks."""
+
+    each: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """The rows of the global batch."""
+        return sum(self.each)
+
+    @property
+    def mine(self) -> slice:
+        """The rows of this process among them."""
+        rank = current().rank
+        start = sum(self.each[:rank])
+        return slice(start, start + self.each[rank])
+
+
+class RowExchange:
+    """Joins batches of all processes; every process makes the same calls in the same order.
+
+    Args:
+        warn: Called with a warning.
+    """
+
+    def __init__(self, warn: Callable[[str], object]) -> None:
+        self._exchange = Exchange("own rows")
+        self._forms: dict[str, Form] = {}
+        self._sent: set[str] = set()
+        self._is_first = True
+        self._warn = warn
+
+    def agreed(self, number: int | None) -> int | None:
+        """Return the greatest number of all processes; `None` if it is not known in one."""
+        said = [word[0] for word in self._exchange.gather([-1 if number is None else number])]
+        return None if min(said) < 0 else int(max(said))
+
+    def joined(self, batch: Any, ended: bool) -> tuple[Any, Counts] | None:
+        """Return the rows of all processes as one batch, `None` if the data of all have ended.
+
+        Args:
+            batch: The batch of this process.
+            ended: Whether the data of this process have ended: there is no batch.
+
+        Raises:
+            ProcessesDisagree: If processes have batches of other structures, types or shapes.
+            UnusableData: If rows of this batch cannot be joined.
+        """
+        form, arrays = (None, []) if ended else Form.of(batch)
+        name, text = "", ""
+        if form is not None:
+            text = form.as_text()
+            name = digest([text.encode()])
+            self._forms[name] = form
+        rows = len(arrays[0]) if arrays else 0
+        check = digest([_bytes_of(array).data for array in arrays]) if self._is_first else ""
+        words = self._exchange.gather([rows, name, "" if name in self._sent else text, check])
+        self._sent.add(name)
+        for _, each, said, _ in words:
+            if said:
+                self._forms.setdefault(each, Form.from_text(said))
+        if all(not each for _, each, *_ in words):
+            return None
+        if self._is_first:
+            self._is_first = False
+            self._compare_first(words)
+        common = self._common([each for _, each, *_ in words])
+        counts = Counts(tuple(int(each) for each, *_ in words))
+        packed = _packed(arrays, common.bytes_of(rows))
+        parts = current().gather(packed, [common.bytes_of(each) for each in counts.each])
+        of_each = [
+            common.rows_in(part, each)
+            for part, each in zip(parts, counts.each, strict=True)
+            if each or counts.total == 0
+        ]
+        whole = [np.concatenate(rows) for rows in zip(*of_each, strict=True)]
+        return common.batch(whole), counts
+
+    def close(self) -> None:
+        """Release the exchange: no batch follows for some time."""
+        self._exchange.close()
+
+    def _common(self, names: list[str]) -> Form:
+        """Return the form of all batches.
+
+        Raises:
+            ProcessesDisagree: If there are two.
+        """
+        ranks = [rank for rank, name in enumerate(names) if name]
+        first = ranks[0]
+        for rank in ranks:
+            if names[rank] != names[first]:
+                one, other = self._forms[names[first]], self._forms[names[rank]]
+                what = f"{other.words()} in process {rank}, and {one.words()} in process {first}"
+                if one.leaves == other.leaves:
+                    what = f"another structure in process {rank} than in process {first}"
+                raise ProcessesDisagree(
+                    f"The rows of a batch have {what}:\nthey cannot stand in one global batch. "
+                    "Give every process rows of the same types and shapes, such as padded to a "
+                    "fixed length."
+                )
+        return self._forms[names[first]]
+
+    def _compare_first(self, words: list[list[Any]]) -> None:
+        """Warn if two processes begin with the same rows."""
+        seen: dict[str, int] = {}
+        for rank, (rows, name, _, check) in enumerate(words):
+            if name and rows and check in seen and current().rank == 0:
+                self._warn(
+                    f"Processes {seen[check]} and {rank} begin with the same {counted(rows, 'row')}"
+                    ", which then count twice: were the data sharded?\nprocess_local is for "
+                    "data of which each process has its own rows: .shard(size, rank), x[rank::size]"
+                )
+                return
+            seen.setdefault(check, rank)
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view("uint8")
+
+
+def _packed(arrays: list[np.ndarray], size: int) -> np.ndarray:
+    packed, start = np.empty(size, "uint8"), 0
+    for array in arrays:
+        part = _bytes_of(array)
+        packed[start : start + len(part)] = part
+        start += len(part)
+    return packed

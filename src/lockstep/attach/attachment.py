@@ -42,6 +42,7 @@ from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.input import check_times
 from lockstep.training.loop import Loop
 from lockstep.training.overrides import MAKERS, check_makers, knows_arguments, own_maker
+from lockstep.training.own_rows import joining_rows
 from lockstep.training.profile import observed_fit
 
 ATTACHMENT = "_lockstep"
@@ -93,7 +94,7 @@ class Attachment:
         self.session.open()
         vars(self.model)[ATTACHMENT] = self
         self._of_class = self._methods_of_class()
-        self._inner = self.session.methods(self._methods(), self._guarded)
+        self._inner = self._made_methods()
         self.hooks = {name: self._newest(name, method) for name, method in self._inner.items()}
         self.replaced = _put_on(self.model, self.hooks)
         remake_functions(self.model)
@@ -133,7 +134,7 @@ class Attachment:
         now = {name: attributes.pop(name) for name in self.hooks if name in attributes}
         attributes.update(self.replaced)
         try:
-            made = self.session.methods(self._methods(), self._guarded)
+            made = self._made_methods()
             names = [name for name in _OF_CLASS if name in self.hooks]
             self._inner |= {name: made.get(name) or getattr(self.model, name) for name in names}
             self._of_class = of_class
@@ -141,6 +142,11 @@ class Attachment:
             for name in self.hooks:
                 attributes.pop(name, None)
             attributes.update(now)
+
+    def _made_methods(self) -> Methods:
+        made = self.session.methods(self._methods(), self._guarded)
+        of_batches = [name for name in STEPPING if name not in LOOPS]
+        return made | {name: joining_rows(name, made[name]) for name in of_batches}
 
     def _methods(self) -> Methods:
         model = self.model

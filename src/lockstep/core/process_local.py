@@ -68,10 +68,16 @@ class ProcessLocal:
         return f"lockstep.process_local({type(self.data).__name__})"
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        raise UnusableData(
-            f"{self!r} was given where an array is expected. fit, evaluate and predict take it, as "
-            "their\nfirst argument or as validation_data. Elsewhere, such as in adapt, give the "
-            "data of all processes."
+        raise self._elsewhere()
+
+    def __iter__(self) -> Any:
+        raise self._elsewhere()
+
+    def _elsewhere(self) -> UnusableData:
+        return UnusableData(
+            f"{self!r} was given where an array or batches are expected. fit, evaluate and predict "
+            "take\nit, as their first argument or as validation_data. Elsewhere, such as in adapt, "
+            "give the data\nof all processes."
         )
 
     @property

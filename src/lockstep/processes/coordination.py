@@ -73,8 +73,7 @@ class Exchange:
         known: dict[int, Word] = {current().rank: word}
         for place, mine, theirs in self._rounds():
             _write(f"{place}/{mine}", [[rank, said] for rank, said in known.items()])
-            for rank, said in _read(f"{place}/{theirs}", theirs):
-                known[rank] = said
+            known |= {rank: said for rank, said in _read(f"{place}/{theirs}", theirs)}  # noqa: C416
         self._next()
         return [known[rank] for rank in range(current().size)]
 

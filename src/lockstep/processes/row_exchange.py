@@ -134,14 +134,14 @@ class RowExchange:
     """Joins batches of all processes; every process makes the same calls in the same order.
 
     Args:
-        warn: Called with a warning.
+        warn: Called with a warning; `None` for none.
     """
 
-    def __init__(self, warn: Callable[[str], object]) -> None:
+    def __init__(self, warn: Callable[[str], object] | None = None) -> None:
         self._exchange = Exchange("own rows")
         self._forms: dict[str, Form] = {}
         self._sent: set[str] = set()
-        self._is_first = True
+        self._is_first = warn is not None
         self._warn = warn
 
     def agreed(self, number: int | None) -> int | None:
@@ -219,7 +219,7 @@ class RowExchange:
         """Warn if two processes begin with the same rows."""
         seen: dict[str, int] = {}
         for rank, (rows, name, _, check) in enumerate(words):
-            if name and rows and check in seen and current().rank == 0:
+            if name and rows and check in seen and self._warn and current().rank == 0:
                 self._warn(
                     f"Processes {seen[check]} and {rank} begin with the same {counted(rows, 'row')}"
                     ", which then count twice: were the data sharded?\nprocess_local is for "

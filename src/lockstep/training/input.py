@@ -80,6 +80,8 @@ class HostIterator(AnewAfterReset):
     def reset(self) -> None:
         """Discard the batches drawn for inspection, as Keras does before the first step."""
         super().reset()
+        if isinstance(self.data_adapter, OwnRows):
+            self.data_adapter.reset()
         if self._seen is not None:
             self._seen.close()
             self._seen = self._new_check()

@@ -1,11 +1,15 @@
 """The batches of data of which each process has its own rows."""
 
+import functools
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
+
+from lockstep.checkpoint.data_states import has_workers
 from lockstep.core.process_local import ProcessLocal, is_generator
 from lockstep.errors import LockstepWarning, ProcessesDisagree, UnusableData
 from lockstep.keras_compat import (
@@ -16,6 +20,7 @@ from lockstep.keras_compat import (
     get_data_adapter,
     loader_of,
 )
+from lockstep.processes.call_scope import CALLS
 from lockstep.processes.coordination import once
 from lockstep.processes.group import current
 from lockstep.processes.process_group import several
@@ -72,6 +77,52 @@ def share_of_batch(batch_size: int, rank: int, size: int) -> int:
             f"processes bring rows.\nGive at least {size}."
         )
     return batch_size // size + (rank < batch_size % size)
+
+
+def joining_rows(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that takes one batch: rows of each process are joined first.
+
+    Args:
+        name: The name of the method. `predict_on_batch` returns the rows of this process.
+        method: The method.
+    """
+
+    @functools.wraps(method)
+    def method_on_own_rows(*args: Any, **kwargs: Any) -> Any:
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        own = {key: value for key, value in given.items() if isinstance(value, ProcessLocal)}
+        if not own:
+            return method(*args, **kwargs)
+        if not several():
+            given |= {key: value.data for key, value in own.items()}
+            return _called(method, given)
+        for key, value in given.items():
+            if key not in own and value is not None and key in (0, 1, 2, *_OF_ROWS):
+                raise UnusableData(
+                    f"{name} was given rows of this process, and beside them a "
+                    f"{type(value).__name__} of all rows.\n"
+                    "Wrap each: x, y and sample_weight, by lockstep.process_local."
+                )
+        with CALLS.call(name):
+            rows = RowExchange()
+            found = rows.joined(tuple(value.data for value in own.values()), ended=False)
+            rows.close()
+            assert found is not None  # there is a batch
+            batch, counts = found
+            result = _called(method, given | dict(zip(own, batch, strict=True)))
+        if name != "predict_on_batch":
+            return result
+        return keras.tree.map_structure(lambda leaf: leaf[counts.mine], result)
+
+    return method_on_own_rows
+
+
+def _called(method: Callable[..., Any], given: dict[Any, Any]) -> Any:
+    args = [value for key, value in given.items() if isinstance(key, int)]
+    return method(*args, **{key: v for key, v in given.items() if not isinstance(key, int)})
+
+
+_OF_ROWS = ("x", "y", "sample_weight")
 
 
 class _Passes(DataAdapter):  # type: ignore[misc]  # Keras has no types
@@ -147,6 +198,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         self._steps: int | None = given.get("steps_per_epoch")
         self.drawn: deque[Counts] = deque()
         self._pass = 0
+        self._has_rows = False
         self._rows = RowExchange(_warn)
         with own.random.drawn():
             self._adapter = _adapter_of(own, given)
@@ -172,7 +224,13 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
             found = self._rows.joined(batch, ended)
             if found is None:
                 self._rows.close()
+                if not self._has_rows:
+                    raise UnusableData(
+                        "The data of process_local have no batch in any process, and at least 1 is "
+                        "needed.\nCheck the files or rows that the processes were given."
+                    )
                 return
+            self._has_rows = True
             number += 1
             joined, counts = found
             self.drawn.append(counts)
@@ -200,6 +258,14 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         self._rows.close()
         with self._own.random.drawn():
             self._adapter.on_epoch_end()
+
+    def reset(self) -> None:
+        """Forget what was drawn to build the model."""
+        self._pass += 1
+        if has_workers(self._adapter):
+            # Keras would put the queued batches before those of the first epoch.
+            with self._adapter.enqueuer.ready_queue.mutex:
+                self._adapter.enqueuer.ready_queue.queue.clear()
 
     @property
     def num_batches(self) -> int | None:

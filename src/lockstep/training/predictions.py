@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from lockstep.keras_compat import layers_in, seed_generators
 from lockstep.processes.coordination import digest, once
 from lockstep.processes.group import current
 from lockstep.processes.process_group import is_first, several
+from lockstep.processes.row_exchange import Counts
+from lockstep.training.own_rows import OwnRows
 
 SECONDS, _SHARE = 10.0, 30
 """Seconds between two notes of the position: a kill costs the work since the last one. They are
@@ -60,34 +63,43 @@ class RowsOfProcess(RowsInMemory):
     @contextlib.contextmanager
     def opened(self, session: Session, batches: Any) -> Iterator[None]:
         """Take the rows of a prediction inside the context."""
-        self._drawn = batches.data_adapter.drawn
-        self._drawn.clear()  # of building
+        self._rows = batches.data_adapter
+        self._rows.drawn.clear()  # of building
         yield
 
     def take(self, outputs: Any) -> None:
-        """Take the rows of an execution, and keep those of this process.
+        """Take the rows of an execution, and keep those of this process."""
+        super().take(_own_rows(outputs, self._rows.drawn))
 
-        Raises:
-            UnsupportedModel: If the model has not given one row for each row of its input.
-        """
-        rows = len(keras.tree.flatten(outputs)[0])
-        mine, start = [], 0
-        while start < rows and self._drawn:
-            counts = self._drawn.popleft()
-            own = counts.mine
-            mine.append(slice(start + own.start, start + own.stop))
-            start += counts.total
-        if start != rows:
-            raise UnsupportedModel(
-                f"{rows} rows were predicted for {start} rows of the processes, which cannot be "
-                "told apart.\nGive every process all data, without process_local."
-            )
 
-        def cut(leaf: Any) -> np.ndarray:
-            whole = keras.ops.convert_to_numpy(leaf)
-            return np.concatenate([whole[own] for own in mine])
+def _own_rows(outputs: Any, drawn: deque[Counts]) -> Any:
+    """Return the rows of this process.
 
-        super().take(keras.tree.map_structure(cut, outputs))
+    Args:
+        outputs: The predictions of an execution.
+        drawn: The rows of each process in the batches that it has, and in later ones.
+
+    Raises:
+        UnsupportedModel: If the model has not given one row for each row of its input.
+    """
+    rows = len(keras.tree.flatten(outputs)[0])
+    mine, start = [], 0
+    while start < rows and drawn:
+        counts = drawn.popleft()
+        own = counts.mine
+        mine.append(slice(start + own.start, start + own.stop))
+        start += counts.total
+    if start != rows:
+        raise UnsupportedModel(
+            f"{rows} rows were predicted for {start} rows of the processes, which cannot be told "
+            "apart.\nGive every process all data, without process_local."
+        )
+
+    def cut(leaf: Any) -> np.ndarray:
+        whole = keras.ops.convert_to_numpy(leaf)
+        return np.concatenate([whole[own] for own in mine])
+
+    return keras.tree.map_structure(cut, outputs)
 
 
 class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
@@ -98,7 +110,7 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
 
     Args:
         function: Called with NumPy arrays in the structure of the model's output, in the first
-            process.
+            process; in each one with its rows, where each brings its own.
     """
 
     def __init__(self, function: Callable[[Any], object]) -> None:
@@ -106,6 +118,7 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
         self._function = function
         self._last: Any = None
         self._has_rows = False
+        self._drawn: deque[Counts] | None = None
 
     @property
     def may_act(self) -> bool:
@@ -115,6 +128,9 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
     @contextlib.contextmanager
     def opened(self, session: Session, batches: Any) -> Iterator[None]:
         """Take the rows of a prediction inside the context."""
+        if several() and isinstance(batches.data_adapter, OwnRows):
+            self._drawn = batches.data_adapter.drawn
+            self._drawn.clear()  # of building
         yield
         self.give()
 
@@ -129,7 +145,9 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
         last, self._last = self._last, None
         if last is not None:
             rows = keras.tree.map_structure(_copied, last[0])  # every process takes part
-            if is_first():
+            if self._drawn is not None:
+                rows = _own_rows(rows, self._drawn)
+            if is_first() or self._drawn is not None:
                 self._write(rows, last[1])
 
     def _position(self) -> list[int]:
@@ -172,6 +190,12 @@ class RowsIntoFiles(RowsToFunction):
         Raises:
             PredictionFileError: If that call had another model, or the files do not fit.
         """
+        if several() and isinstance(batches.data_adapter, OwnRows):
+            raise UnsupportedModel(
+                f"Predictions of rows of each process were to go into {self._folder.path}, and one "
+                "process writes a file.\nGive lockstep.predict a function, which each process "
+                "calls with its rows, or save what model.predict returns."
+            )
         self._session, self._batches = session, batches
         named = _weights(session.model)
         digests, seeds = _digests(named), _seeds(session.model)

@@ -1,0 +1,213 @@
+"""Rows of each process, against stock Keras on one device that is given the joined batches.
+
+One run of several processes does all cases (`tests/processes/own_rows.py`), and each case is a
+test here.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.core.process_local import OwnRandomNumbers
+from lockstep.errors import UnusableData
+from lockstep.processes.group import current
+from lockstep.processes.row_exchange import Counts, Form
+from lockstep.training.own_rows import share_of_batch
+from tests.tiers import further
+
+HERE = Path(__file__).parents[2]
+BACKEND = keras.backend.backend()
+SEVERAL = BACKEND != "tensorflow"  # which trains in one process
+
+CASES = [
+    *("even", "one ends early", "no rows from the start", "the first has no rows"),
+    *("tf.data", "DataLoader", "generator", "function", "workers", "arrays"),
+    *("sample weights", "class weights", "masks and dict inputs", "validation"),
+    *("several steps at once", "steps_per_epoch", "on_batch", "predict to a function"),
+    *("fails in one process",),
+]
+REFUSED = {
+    "plain beside": ("ProcessesDisagree", "was given lockstep.process_local, and process 0 plain"),
+    "plain evaluate": ("ProcessesDisagree", "was given lockstep.process_local, and process 1 plai"),
+    "y": ("UnusableData", "y was given beside lockstep.process_local(ndarray)"),
+    "wrapped one by one": ("UnusableData", "the rows of a process are wrapped together"),
+    "split": ("UnusableData", "validation_split was given beside lockstep.process_local(tuple)"),
+    "few rows": ("UnusableData", "batch_size=1 was asked for, and it is that of the global batch"),
+    "shapes": ("ProcessesDisagree", "float64[7], float64[2] in process 1, and float64[6], float64"),
+    "twice": ("UnusableData", "was given lockstep.process_local(ndarray), and data of this"),
+    "nothing": ("UnusableData", "was given None, and data of this process were expected"),
+    "no rows": ("UnusableData", "have no batch in any process"),
+    "text": ("UnusableData", "an array of type <U1"),
+    "a number": ("UnusableData", "an array of shape () beside 2 rows"),
+    "repeats": ("UnusableData", "has 31 rows for 4 processes, and repeats 1 of them"),
+    "a class weight": ("UnusableData", "class_weight was given, and Keras takes none"),
+    "batch beside": ("UnusableData", "beside them a ndarray of all rows"),
+    "file": ("UnsupportedModel", "one process writes a file"),
+    "adapt": ("UnusableData", "where an array or batches are expected"),
+}
+
+
+@functools.cache
+def reports(processes):
+    """What the processes of one run reported, by case."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_"))}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "src")])}
+    script = [str(HERE / "tests" / "processes" / "own_rows.py")]
+    names = ",".join([*_of_backend(CASES), *REFUSED, "warned"])
+    started = [sys.executable, "-m", "lockstep", "run", "--processes", str(processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*started, *script, names],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=570,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {}
+    for line in done.stdout.splitlines():
+        _, is_report, said = line.partition("REPORT ")
+        if is_report:
+            report = json.loads(said)
+            found.setdefault(report.pop("case"), []).append(report)
+    return found
+
+
+def _of_backend(cases):
+    # Keras on PyTorch refuses several steps in one execution.
+    return [case for case in cases if BACKEND == "jax" or case != "several steps at once"]
+
+
+if SEVERAL:
+    PROCESSES = pytest.mark.parametrize("processes", [2, *further(3)])
+
+    @PROCESSES
+    @pytest.mark.parametrize("case", _of_backend(CASES))
+    def test_the_numbers_are_those_of_one_device(case, processes):
+        (report,) = reports(processes)[case]
+        assert report["far"] < 1e-10
+
+    @PROCESSES
+    @pytest.mark.parametrize("case", REFUSED)
+    def test_what_cannot_be_joined_is_refused_in_every_process(case, processes):
+        found = reports(processes)[case]
+        kind, words = REFUSED[case]
+        assert len(found) == processes
+        for report in found:
+            name, said = report["refused"]
+            assert name == kind
+            assert said.count("\n") <= 2
+        assert any(words in report["refused"][1] for report in found)
+
+    @PROCESSES
+    def test_the_same_rows_in_two_processes_are_a_warning(processes):
+        (report,) = reports(processes)["warned"]
+        assert any("begin with the same" in said for said in report["warned"])
+
+
+def made():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+X, Y = np.arange(30.0).reshape(10, 3) / 30, np.arange(10.0).reshape(10, 1) / 10
+
+
+def batches():
+    yield from ((X[row : row + 4], Y[row : row + 4]) for row in range(0, 10, 4))
+
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return X[4 * index :][:4], Y[4 * index :][:4]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "generator", "function", "PyDataset"])
+def test_one_process_takes_it_as_plain_data(kind, recwarn):
+    own, plain = {
+        "arrays": ((X, Y), (X, Y)),
+        "generator": (batches(), (Sequence(),)),
+        "function": (batches, (Sequence(),)),
+        "PyDataset": (Sequence(), (Sequence(),)),
+    }[kind]
+    own, given = lockstep.process_local(own), {"shuffle": False, "verbose": 0, "batch_size": 4}
+    one, other = made(), lockstep.distribute(made(), 2)
+    wanted = one.fit(*plain, **given).history
+    found = other.fit(own, **given).history
+    np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-5)
+    if kind != "generator":
+        other.fit(own, **given, epochs=2)
+        one.fit(*plain, **given, epochs=2)
+    for a, b in zip(other.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    if kind == "arrays":
+        loss = other.evaluate(own, verbose=0)
+        np.testing.assert_allclose(loss, one.evaluate(X, Y, verbose=0), rtol=1e-5)
+        mine = other.predict_on_batch(lockstep.process_local(X))
+        np.testing.assert_allclose(mine, one.predict_on_batch(X), rtol=1e-5)
+
+
+def test_y_beside_it_is_refused_in_one_process():
+    model = lockstep.distribute(made(), 2)
+    with pytest.raises(UnusableData, match=r"y was given beside lockstep\.process_local\(ndarray"):
+        model.fit(lockstep.process_local(X), Y, verbose=0)
+
+
+@pytest.mark.parametrize(("batch_size", "size"), [(7, 3), (8, 2), (3, 3), (100, 7)])
+def test_shares_of_a_batch_are_the_whole(batch_size, size):
+    shares = [share_of_batch(batch_size, rank, size) for rank in range(size)]
+    assert sum(shares) == batch_size
+    assert max(shares) - min(shares) <= 1
+    assert shares == sorted(shares, reverse=True)
+
+
+def test_the_form_of_a_batch_travels_as_text():
+    batch = ({"b": X, "a": [X.astype("int8"), None]}, Y[:, 0])
+    form, arrays = Form.of(batch)
+    again = Form.from_text(form.as_text())
+    assert again == form
+    assert [array.dtype.name for array in arrays] == ["int8", "float64", "float64"]
+    packed = np.concatenate([array.reshape(-1).view("uint8") for array in arrays])
+    assert form.bytes_of(10) == len(packed)
+    back = again.batch(again.rows_in(packed, 10))
+    assert back[0]["a"][1] is None
+    for one, other in zip(keras.tree.flatten(back), keras.tree.flatten(batch), strict=True):
+        assert one is other is None or (one == other).all()
+
+
+def test_rows_of_a_process_are_a_slice():
+    assert current().rank == 0
+    counts = Counts((3, 0, 4))
+    assert (counts.total, counts.mine) == (7, slice(0, 3))
+
+
+def test_data_draw_random_numbers_of_their_own():
+    np.random.seed(3)
+    wanted = np.random.rand(4)
+    np.random.seed(3)
+    own = OwnRandomNumbers()
+    np.random.seed(9)
+    of_process = np.random.rand(2)
+    np.random.seed(9)
+    found = []
+    for _ in range(2):
+        with own.drawn():
+            found += np.random.rand(2).tolist()
+    assert found == wanted.tolist()
+    assert np.random.rand(2).tolist() == of_process.tolist()

@@ -1,0 +1,372 @@
+"""What every process of a run with rows of its own does: `lockstep run` starts this file.
+
+Each case trains a model on rows of each process, and compares with stock Keras on one device that
+is given the joined batches, made here by hand. The first process prints the distances.
+"""
+
+import itertools
+import json
+import sys
+import warnings
+
+import keras
+import numpy as np
+from keras import layers
+
+import lockstep
+from lockstep.errors import LockstepError
+from lockstep.keras_compat import compute_in_float64
+
+rank, size = lockstep.initialize()
+compute_in_float64()
+RNG = np.random.default_rng(4)
+X, Y = RNG.normal(size=(90, 6)), RNG.normal(size=(90, 2))
+W = RNG.uniform(0.2, 2.0, size=90)
+
+
+def batches_of(process, rows, steps=(6, 4, 5), tensors=(X, Y)):
+    """Batches of a process: `rows` of each step, and `steps` of them."""
+    start = sum(rows[r] * steps[r] for r in range(process))
+    cuts = range(start, start + rows[process] * steps[process], max(1, rows[process]))
+    return [tuple(each[cut : cut + rows[process]] for each in tensors) for cut in cuts]
+
+
+def joined(every):
+    """The global batches: rows of the k-th batch of every process, in order of the ranks."""
+    found = []
+    for number in range(max(map(len, every))):
+        parts = [batches[number] for batches in every if number < len(batches)]
+        found.append(keras.tree.map_structure(lambda *each: np.concatenate(each), *parts))
+    return found
+
+
+def dense(**given):
+    keras.utils.set_random_seed(3)
+    made = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="tanh"),
+            layers.BatchNormalization(),
+            layers.Dense(2),
+        ]
+    )
+    given = {"loss": "mse", "metrics": ["mae"], "weighted_metrics": ["mse"], **given}
+    made.compile(keras.optimizers.SGD(0.1, momentum=0.9), **given)
+    return made
+
+
+def masked():
+    keras.utils.set_random_seed(3)
+    one, two = keras.Input((5,), name="words", dtype="int32"), keras.Input((6,), name="numbers")
+    read = layers.GRU(4)(layers.Embedding(9, 3, mask_zero=True)(one))
+    merged = layers.Dense(2)(layers.concatenate([read, layers.LayerNormalization()(two)]))
+    made = keras.Model({"words": one, "numbers": two}, merged)
+    made.compile("adam", "mse", metrics=["mae"])
+    return made
+
+
+class Sequence(keras.utils.PyDataset):
+    def __init__(self, batches, **given):
+        super().__init__(**given)
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
+def loader(batches):
+    import torch
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return sum(len(batch[0]) for batch in batches)
+
+        def __getitem__(self, row):
+            return tuple(np.concatenate(each)[row] for each in zip(*batches, strict=True))
+
+    return torch.utils.data.DataLoader(Rows(), batch_size=len(batches[0][0]))
+
+
+def dataset(batches):
+    import tensorflow as tf
+
+    parts = [np.concatenate(each) for each in zip(*batches, strict=True)]
+    return tf.data.Dataset.from_tensor_slices(tuple(parts)).batch(len(batches[0][0]))
+
+
+def one_pass(batches):
+    yield from batches
+
+
+def distance(a, b):
+    pairs = zip(keras.tree.flatten(a), keras.tree.flatten(b), strict=True)
+    read = keras.ops.convert_to_numpy
+    return max(float(np.max(np.abs(read(p) - read(q)), initial=0.0)) for p, q in pairs)
+
+
+def state(made):
+    slots = made.optimizer.variables
+    return [keras.ops.convert_to_numpy(each.value) for each in [*made.variables, *slots]]
+
+
+def compared(build, wrap, every, epochs=2, held_out=None, **given):
+    """Train by `fit`, evaluate and predict; return the distance from one device."""
+    plain = build()
+    whole = joined(every)
+    more, of_truth = {}, {}
+    if held_out is not None:
+        more["validation_data"] = lockstep.process_local(wrap(held_out[rank]))
+        of_truth["validation_data"] = Sequence(joined(held_out))
+    truth = plain.fit(Sequence(whole), epochs=epochs, shuffle=False, verbose=0, **of_truth, **given)
+    made = lockstep.distribute(build())
+    own = lockstep.process_local(wrap(every[rank]))
+    found = made.fit(own, epochs=epochs, shuffle=False, verbose=0, **more, **given)
+    pairs = [(state(made), state(plain))]
+    pairs += [(found.history, truth.history)]
+    own = lockstep.process_local(wrap(every[rank]))
+    pairs += [(made.evaluate(own, verbose=0), plain.evaluate(Sequence(whole), verbose=0))]
+    own = lockstep.process_local(wrap(every[rank]))
+    mine = made.predict(own, verbose=0)
+    if every[rank]:
+        rows = keras.tree.map_structure(lambda *e: np.concatenate(e), *every[rank])
+        pairs += [(mine, plain.predict(rows[0], verbose=0))]
+    else:
+        assert len(mine) == 0, mine.shape
+    return max(distance(*pair) for pair in pairs)
+
+
+def of_all(rows, steps=(6, 4, 5), **given):
+    return [batches_of(process, rows, steps, **given) for process in range(size)]
+
+
+def words(every):
+    """The same rows, in a dict of two inputs."""
+    return [
+        [({"words": np.abs(x[:, :5] * 4).astype("int32") % 9, "numbers": x}, y) for x, y in batches]
+        for batches in every
+    ]
+
+
+def say(**found):
+    if rank == 0:
+        print("REPORT", json.dumps(found), flush=True)
+
+
+CASES = {
+    "even": lambda: compared(dense, Sequence, of_all((4, 4, 4), (5, 5, 5))),
+    "one ends early": lambda: compared(dense, Sequence, of_all((4, 3, 2))),
+    "no rows from the start": lambda: compared(dense, Sequence, of_all((4, 3, 2), (6, 0, 5))),
+    "the first has no rows": lambda: compared(dense, one_pass, of_all((4, 3, 2), (0, 6, 5)), 1),
+    "tf.data": lambda: compared(dense, dataset, of_all((4, 3, 2))),
+    "DataLoader": lambda: compared(dense, loader, of_all((4, 3, 2))),
+    "generator": lambda: compared(dense, one_pass, of_all((4, 3, 2)), 1),
+    "function": lambda: compared(dense, lambda b: lambda: iter(b), of_all((4, 3, 2))),
+    "workers": lambda: compared(
+        dense, lambda b: Sequence(b, workers=2, max_queue_size=3), of_all((4, 3, 2))
+    ),
+    "sample weights": lambda: compared(dense, Sequence, of_all((4, 3, 2), tensors=(X, Y, W))),
+    "masks and dict inputs": lambda: compared(masked, Sequence, words(of_all((4, 3, 2)))),
+    "validation": lambda: compared(
+        dense, Sequence, of_all((4, 3, 2)), held_out=of_all((3, 5, 2), (4, 2, 3))
+    ),
+    "several steps at once": lambda: compared(
+        lambda: dense(steps_per_execution=3), Sequence, of_all((4, 4, 4), (6, 6, 6))
+    ),
+}
+
+
+def arrays():
+    """`batch_size` of arrays is that of the global batch: shares of 4 and 3, or 3, 2 and 2."""
+    shares = [7 // size + (process < 7 % size) for process in range(size)]
+    lengths = (20, 25, 11)[:size]
+    starts = np.cumsum([0, *lengths])
+    parts = [(X[a:b], Y[a:b], W[a:b]) for a, b in itertools.pairwise(starts)]
+    every = [
+        [tuple(each[cut : cut + share] for each in part) for cut in range(0, len(part[0]), share)]
+        for part, share in zip(parts, shares, strict=True)
+    ]
+    plain, made = dense(), lockstep.distribute(dense())
+    truth = plain.fit(Sequence(joined(every)), epochs=2, shuffle=False, verbose=0)
+    own = lockstep.process_local(parts[rank])
+    found = made.fit(own, batch_size=7, epochs=2, shuffle=False, verbose=0)
+    mine = made.predict(lockstep.process_local(parts[rank][0]), batch_size=7, verbose=0)
+    theirs = plain.predict(parts[rank][0], verbose=0)
+    return max(
+        distance(state(made), state(plain)),
+        distance(found.history, truth.history),
+        distance(mine, theirs),
+    )
+
+
+def class_weights():
+    """Sparse targets with a weight for each class, in a `PyDataset`."""
+
+    def build():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return dense(loss=loss, metrics=[], weighted_metrics=[])
+
+    every = [
+        [(x, (y[:, 0] > 0).astype("int64")) for x, y in batches] for batches in of_all((4, 3, 2))
+    ]
+    weights = {0: 0.4, 1: 3.0}
+    plain, made = build(), lockstep.distribute(build())
+    given = {"epochs": 2, "class_weight": weights, "shuffle": False, "verbose": 0}
+    truth = plain.fit(Sequence(joined(every)), **given)
+    found = made.fit(lockstep.process_local(Sequence(every[rank])), **given)
+    return max(distance(state(made), state(plain)), distance(found.history, truth.history))
+
+
+def steps():
+    """With steps, a process that has ended has no rows until the end of the epoch."""
+    every = of_all((4, 3, 2), (8, 3, 5))
+    total, per_epoch = 8, 4
+    stream, places = [], [0] * size
+    for step in range(total):
+        parts = []
+        for process in range(size):
+            if step % per_epoch == 0 and places[process] == len(every[process]):
+                places[process] = 0
+            if places[process] < len(every[process]):
+                parts.append(every[process][places[process]])
+                places[process] += 1
+        stream.append(tuple(np.concatenate(each) for each in zip(*parts, strict=True)))
+    plain, made = dense(), lockstep.distribute(dense())
+    for x, y in stream:
+        plain.train_on_batch(x, y)
+    own = lockstep.process_local(Sequence(every[rank]))
+    made.fit(own, epochs=2, steps_per_epoch=per_epoch, shuffle=False, verbose=0)
+    return distance(state(made), state(plain))
+
+
+def on_batch():
+    """Each argument of `train_on_batch` and the like is wrapped by itself."""
+    every = [batches[0] for batches in of_all((4, 3, 2))]
+    x, y = (np.concatenate(each) for each in zip(*every, strict=True))
+    plain, made, (own_x, own_y) = dense(), lockstep.distribute(dense()), map(own, every[rank])
+    pairs = [
+        (made.train_on_batch(own_x, own_y), plain.train_on_batch(x, y)),
+        (made.test_on_batch(own_x, y=own_y), plain.test_on_batch(x, y)),
+        (made.predict_on_batch(own_x), plain.predict_on_batch(every[rank][0])),
+        (state(made), state(plain)),
+    ]
+    return max(distance(*pair) for pair in pairs)
+
+
+def predicts_to_function():
+    """Each process gets its rows, in several calls."""
+    every = of_all((4, 3, 2))
+    made, got = lockstep.distribute(dense()), []
+    lockstep.predict(made, own(Sequence(every[rank])), got.append, verbose=0)
+    rows = np.concatenate([x for x, _ in every[rank]])
+    assert len(got) > 1
+    return distance(np.concatenate(got), dense().predict(rows, verbose=0))
+
+
+def fails():
+    """The data of the last process fail: all end in words, after the last common step."""
+    every = of_all((4, 3, 2), (4, 4, 4))
+    plain, made = dense(), lockstep.distribute(dense())
+    for x, y in joined(every)[:2]:
+        plain.train_on_batch(x, y)
+
+    def read():
+        yield from every[rank][:2]
+        if rank == size - 1:
+            raise ValueError("a file is damaged")
+        yield from every[rank][2:]
+
+    try:
+        made.fit(own(read()), verbose=0)
+    except (LockstepError, ValueError) as error:
+        said = str(error)
+    of_last = "a file is damaged"
+    assert said == of_last if rank == size - 1 else f"Process {size - 1} left its fit" in said, said
+    return distance(state(made), state(plain))
+
+
+own = lockstep.process_local
+CASES |= {
+    "on_batch": on_batch,
+    "predict to a function": predicts_to_function,
+    "fails in one process": fails,
+}
+CASES |= {"arrays": arrays, "class weights": class_weights, "steps_per_epoch": steps}
+
+
+def refused(call):
+    """Return the class and the words of an error, after which nothing has changed."""
+    made = lockstep.distribute(dense())
+    before = [keras.ops.convert_to_numpy(each.value) for each in made.variables]
+    try:
+        call(made)
+    except (LockstepError, ValueError) as error:
+        assert distance([each.value for each in made.variables], before) == 0
+        return [type(error).__name__, str(error)]
+    return ["nothing", ""]
+
+
+def of_shape(width):
+    return [(np.zeros((3, width)), np.zeros((3, 2)))]
+
+
+def repeated():
+    """A `DataLoader` whose sampler repeats a row."""
+    import torch
+
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(X[:31]), torch.from_numpy(Y[:31]))
+    sampler = torch.utils.data.DistributedSampler(rows, num_replicas=4, rank=rank)
+    return torch.utils.data.DataLoader(rows, 4, sampler=sampler)
+
+
+REFUSED = {
+    "plain beside": lambda made: made.fit(*((own((X, Y)),) if rank else (X, Y)), verbose=0),
+    "plain evaluate": lambda made: made.evaluate(*((X, Y) if rank else (own((X, Y)),)), verbose=0),
+    "y": lambda made: made.fit(own(X), Y, verbose=0),
+    "wrapped one by one": lambda made: made.fit(own(X), own(Y), verbose=0),
+    "split": lambda made: made.fit(own((X, Y)), validation_split=0.2, verbose=0),
+    "few rows": lambda made: made.fit(own((X, Y)), batch_size=1, verbose=0),
+    "shapes": lambda made: made.fit(own(lambda: iter(of_shape(6 + rank))), verbose=0),
+    "twice": lambda made: made.fit(own(own(X)), verbose=0),
+    "nothing": lambda made: made.fit(own(None), verbose=0),
+    "no rows": lambda made: made.evaluate(own(lambda: iter([])), verbose=0),
+    "text": lambda made: made.fit(own(lambda: iter([(np.array(["a"]), Y[:1])])), verbose=0),
+    "a number": lambda made: made.fit(own(lambda: iter([(X[:2], np.float64(1))])), verbose=0),
+    "repeats": lambda made: made.fit(own(repeated()), verbose=0),
+    "a class weight": lambda made: made.fit(own(iter_of_rows), class_weight={0: 1.0}, verbose=0),
+    "batch beside": lambda made: made.train_on_batch(own(X), Y),
+    "file": lambda made: lockstep.predict(made, own(X), "scores.npy", verbose=0),
+    "adapt": lambda made: layers.Normalization().adapt(own(X)),
+}
+
+
+def iter_of_rows():
+    return iter([(X, Y)])
+
+
+def warned():
+    """The same rows in two processes are a warning in the first one."""
+    made = lockstep.distribute(dense())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made.fit(own((X, Y)), batch_size=9, shuffle=False, verbose=0)
+    return [str(each.message) for each in said]
+
+
+def main(names):
+    for name in names:
+        if name in CASES:
+            say(case=name, far=CASES[name]())
+        elif name in REFUSED:
+            words = refused(REFUSED[name])
+            line = f"REPORT {json.dumps({'case': name, 'rank': rank, 'refused': words})}"
+            print(line, flush=True)
+        elif name == "warned":
+            say(case=name, warned=warned())
+
+
+if __name__ == "__main__":
+    keras.utils.disable_interactive_logging()
+    main(sys.argv[1].split(",") if len(sys.argv) > 1 else [*CASES, *REFUSED, "warned"])

@@ -1,7 +1,7 @@
 """What every process of a run with rows of its own does: `lockstep run` starts this file.
 
 Each case trains a model on rows of each process, and compares with stock Keras on one device that
-is given the joined batches, made here by hand. The first process prints the distances.
+is given the joined batches, made here by hand. The first process writes the distances into a file.
 """
 
 import itertools
@@ -151,8 +151,8 @@ def words(every):
 
 
 def say(**found):
-    if rank == 0:
-        print("REPORT", json.dumps(found), flush=True)
+    with open(f"reports-{rank}.txt", "a") as file:
+        print(json.dumps(found), file=file)
 
 
 CASES = {
@@ -287,8 +287,113 @@ def fails():
     return distance(state(made), state(plain))
 
 
+class Failed(Exception):
+    """A machine has failed."""
+
+
+class Stops(keras.callbacks.Callback):
+    """Ends a `fit` after so many steps, as a failure does."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps = steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps -= 1
+        if not self.steps:
+            raise Failed
+
+
+def resumes(wrap):
+    """A run that has failed within an epoch goes on, bit for bit."""
+    found = []
+    for folder, stops in (("whole", None), ("parts", 16)):
+        folder = f"{folder}-{wrap.__name__}-{size}"
+        for stop in (stops, None) if stops else (None,):
+            np.random.seed(7 + rank)
+            made = lockstep.distribute(dense())
+            rows = wrap(of_all((4, 3, 2))[rank])
+            callbacks = [lockstep.Checkpoint(folder, steps=2)]
+            callbacks += [Stops(stop)] if stop else []
+            given = {"epochs": 3, "verbose": 0, "callbacks": callbacks, "batch_size": 7}
+            shuffles = isinstance(rows, tuple)
+            try:
+                own_rows = own(rows)
+                held = own(Sequence(of_all((2, 2, 2), (2, 1, 2))[rank]))
+                made.fit(own_rows, shuffle=shuffles, validation_data=held, **given)
+            except Failed:
+                assert stop
+        found.append(state(made))
+    return distance(*found)
+
+
+def whole_arrays(batches):
+    return tuple(np.concatenate(each) for each in zip(*batches, strict=True))
+
+
+def shuffled(batches):
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.from_tensor_slices(whole_arrays(batches))
+    return rows.shuffle(100, seed=3).batch(4)
+
+
+def drawn(batches):
+    import torch
+
+    parts = [torch.from_numpy(each) for each in whole_arrays(batches)]
+    rows, order = torch.utils.data.TensorDataset(*parts), torch.Generator().manual_seed(3)
+    return torch.utils.data.DataLoader(rows, 4, shuffle=True, generator=order)
+
+
+def sequence(batches):
+    return Sequence(batches)
+
+
+def of_number(processes):
+    """The rows of each of so many processes, and the batch of this one."""
+    parts = np.array_split(np.arange(40), processes)
+    return [
+        [(X[part[cut : cut + 4]], Y[part[cut : cut + 4]]) for cut in range(0, len(part), 4)]
+        for part in parts
+    ]
+
+
+def fails_on_two(stop=True):
+    """Two processes fail within epoch 2; another number of them goes on from the end of epoch 1."""
+    made = lockstep.distribute(dense())
+    callbacks = [lockstep.Checkpoint("other", steps=2, keep=1)]
+    callbacks += [keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: None)]
+    callbacks += [Stops(8)] if stop else []
+    rows = own(Sequence(of_number(size)[rank]))
+    try:
+        made.fit(rows, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+    except Failed:
+        assert stop
+    return made
+
+
+def goes_on():
+    """Train as the run before it in two processes, up to an epoch; then in as many as there are."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made = fails_on_two(stop=False)
+    again = any("within an epoch of another number of processes" in str(w.message) for w in said)
+    assert again or rank, [str(each.message) for each in said]
+    plain = dense()
+    for processes in (2, size, size):
+        plain.fit(Sequence(joined(of_number(processes))), shuffle=False, verbose=0)
+    return distance(state(made), state(plain))
+
+
 own = lockstep.process_local
 CASES |= {
+    "resumes arrays": lambda: resumes(whole_arrays),
+    "resumes a PyDataset": lambda: resumes(sequence),
+    "resumes tf.data": lambda: resumes(shuffled),
+    "resumes a DataLoader": lambda: resumes(drawn),
+    "fails on two": lambda: distance(fails_on_two().count_params(), dense().count_params()),
+    "goes on": goes_on,
     "on_batch": on_batch,
     "predict to a function": predicts_to_function,
     "fails in one process": fails,
@@ -357,16 +462,13 @@ def warned():
 
 def main(names):
     for name in names:
-        if name in CASES:
-            say(case=name, far=CASES[name]())
-        elif name in REFUSED:
-            words = refused(REFUSED[name])
-            line = f"REPORT {json.dumps({'case': name, 'rank': rank, 'refused': words})}"
-            print(line, flush=True)
-        elif name == "warned":
-            say(case=name, warned=warned())
+        if name in REFUSED:
+            say(case=name, refused=refused(REFUSED[name]))
+            continue
+        found = warned() if name == "warned" else CASES[name]()
+        if rank == 0:
+            say(case=name, **({"warned": found} if name == "warned" else {"far": found}))
 
 
 if __name__ == "__main__":
-    keras.utils.disable_interactive_logging()
-    main(sys.argv[1].split(",") if len(sys.argv) > 1 else [*CASES, *REFUSED, "warned"])
+    main(sys.argv[1].split(","))

@@ -37,12 +37,12 @@ from lockstep.processes import process_group
 from lockstep.processes.agreement import check_course
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.group import current
+from lockstep.processes.own_rows import joining_rows
 from lockstep.training.call_guard import LOOPS, STEPPING, CallGuard
 from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.input import check_times
 from lockstep.training.loop import Loop
 from lockstep.training.overrides import MAKERS, check_makers, knows_arguments, own_maker
-from lockstep.training.own_rows import joining_rows
 from lockstep.training.profile import observed_fit
 
 ATTACHMENT = "_lockstep"

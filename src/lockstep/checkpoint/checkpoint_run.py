@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.checkpoint.array_file import Entry
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.callback_states import less_is_better
-from lockstep.checkpoint.data_states import unseeded_shuffle
+from lockstep.checkpoint.data_states import OF_EACH, unseeded_shuffle
 from lockstep.checkpoint.fingerprint import (
     changed_rate,
     check_facts,
@@ -176,6 +176,7 @@ class CheckpointRun(Observer):
         monitor, mode = self._settings.monitor, self._settings.mode
         if monitor is not None:
             self._less = less_is_better(run.model, monitor, mode)
+        self._retention.keeps_end = run.has_own_rows
         for path in self._folder.checkpoints():
             self._note(path)
         _plain(run.state(0), {})  # raise now rather than after an epoch
@@ -234,6 +235,7 @@ class CheckpointRun(Observer):
         better = monitored is not None and self._is_better(monitored)
         settings = self._settings
         every_epoch = settings.steps is None and settings.seconds is None
+        every_epoch |= self._fit.has_own_rows  # from where another number of processes goes on
         due = every_epoch or last or asked or better or self._is_due()
         if self._all_save(due):
             finite = math.isfinite(float(logs.get("loss", 0.0)))
@@ -256,14 +258,16 @@ class CheckpointRun(Observer):
         return seconds is not None and time.monotonic() - self._last_save >= seconds
 
     def _all_save(self, due: bool) -> bool:
-        """Whether this process saves now; all do if a snapshot needs all, as the first one asks."""
-        if not self._fit.is_spread:
+        """Whether this process saves now; all do if a save needs all, as the first one asks."""
+        if not (self._fit.is_spread or self._fit.has_own_rows):
             return due
         return process_group.any_asked(due and self._writes)
 
     def _save(self, epoch: int, step: int, logs: dict[str, Any], said: dict[str, Any]) -> None:
         """Wait for the previous save, copy the state and start to write it."""
         if not self._writes:
+            if self._fit.has_own_rows:
+                self._fit.state(step)
             if self._fit.is_spread:
                 self._fit.session.snapshot(logs, writes=False)
             return
@@ -372,6 +376,7 @@ class CheckpointRun(Observer):
     # --------------------------------------------------------------------- resuming
 
     def _resume(self, run: FitRun, found: Found, asked: int) -> int:
+        found, restored = self._where_to_go_on(run, found)
         path, state = str(found.path), found.state
         epoch, step = state["epoch"], state["step"]
         here = [Entry(*each) for each in run.variables()]
@@ -397,7 +402,6 @@ class CheckpointRun(Observer):
                 f"initial_epoch={asked} was asked for, and {path} is at epoch {epoch}.\n"
                 "Leave initial_epoch out: fit goes on where the checkpoint is."
             )
-        restored = from_plain(state["run"], found.arrays)
         restored["logs"] = {
             name.removeprefix("logs/"): array
             for name, array in found.arrays.items()
@@ -411,6 +415,29 @@ class CheckpointRun(Observer):
             _warn(f"Not every callback resumes from {path}: {'; '.join(words)}.")
         self._epoch, self._step = epoch, step
         return run.epochs if restored["stopped"] else epoch
+
+    def _where_to_go_on(self, run: FitRun, found: Found) -> tuple[Found, dict[str, Any]]:
+        """Return the checkpoint, and its state of the run.
+
+        If each process has its own rows, another number of processes has other batches: it begins
+        at the newest end of an epoch.
+        """
+        restored = from_plain(found.state["run"], found.arrays)
+        state, begins_again = found.state, False
+        if state["step"] and not run.is_of_as_many(restored):
+            begins_again, newest = True, found.path
+            found = self._folder.newest_end() or found
+            restored, state = from_plain(found.state["run"], found.arrays), found.state
+            if self._writes:
+                _warn(
+                    f"{newest} is within an epoch of another number of processes, each of which "
+                    "had its own rows.\nThe run goes on from the beginning of an epoch"
+                    + (", and trains some of its rows again." if state["step"] else ".")
+                )
+        kinds = {facts["data"].get("kind") for facts in (state, self._facts)}
+        if len(kinds) == 2 and OF_EACH in kinds:  # one process has the rows as plain data
+            state = {**state, "data": self._facts["data"]}
+        return replace(found, state={**state, "step": 0} if begins_again else state), restored
 
     def _rate(self, found: Found) -> tuple[bool, str]:
         """Return whether the learning rate of `compile` replaces that of the run, or a warning.

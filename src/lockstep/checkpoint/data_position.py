@@ -9,9 +9,11 @@ from typing import Any
 
 from lockstep.checkpoint.data_states import (
     STILL_POSSIBLE,
+    adapter_here,
     check_batch,
     check_data,
     checksum,
+    is_of_as_many,
     is_own,
     own_states,
     put_epoch,
@@ -38,6 +40,7 @@ from lockstep.keras_compat import (
     TorchDataLoaderAdapter,
     has_workers,
 )
+from lockstep.processes.own_rows import OwnRows
 
 # The adapters and their attributes: keras/src/trainers/data_adapters/*.py
 
@@ -155,6 +158,9 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
         """
         self._forget()
         self.draws_ahead = position["ahead"]
+        if not is_of_as_many(self.data_adapter, position["now"]):  # the caller begins at an epoch
+            put_states(self.data_adapter, position["now"])
+            return
         self._num_batches = position["batches"]
         self._first_step = position["step"]
         self._go_over_again(position)
@@ -272,12 +278,15 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
     def _go_over_again(self, position: dict[str, Any]) -> None:
         """Repeat the earlier passes of data whose next pass depends on them."""
         adapter, passes = self.data_adapter, position["passes"]
-        if isinstance(adapter, GeneratorDataAdapter) and passes:
+        ends_once = isinstance(adapter, OwnRows) and adapter.ends_once
+        if (ends_once or isinstance(adapter, GeneratorDataAdapter)) and passes:
             raise CheckpointMismatch(
                 "The checkpoint is behind the end of a generator, which ends once.\n"
                 "Call fit with steps_per_epoch, and a generator that has batches for all epochs."
             )
         if not passes or not (isinstance(adapter, TFDatasetAdapter) or is_own(adapter)):
+            return
+        if isinstance(adapter, OwnRows) and not adapter.draws_seeds:
             return
         for _ in passes if position["drawn"] else passes[:-1]:
             if is_own(adapter):
@@ -315,7 +324,12 @@ class ValidationPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
         super().__init__(**kwargs)
         self._passes = 0
         check_data(self.data_adapter, None)
-        if isinstance(self.data_adapter, GeneratorDataAdapter):
+        adapter = self.data_adapter
+        if isinstance(adapter, OwnRows):
+            ends_once = adapter.ends_once
+        else:
+            ends_once = isinstance(adapter, GeneratorDataAdapter)
+        if ends_once:
             raise CheckpointError(
                 "A generator was given as validation data, which goes on from one validation to "
                 "the next: where\nit was cannot be found again. Give arrays or a PyDataset there."
@@ -331,8 +345,9 @@ class ValidationPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
         adapter = self.data_adapter
         self.draws_ahead = position["ahead"]
         self._passes = position["passes"]
-        for _ in range(self._passes if isinstance(adapter, TFDatasetAdapter) else 0):
-            iter(adapter.get_tf_dataset())  # making the iterator draws the seed of a pass
+        here = adapter_here(adapter)
+        for _ in range(self._passes if isinstance(here, TFDatasetAdapter) else 0):
+            iter(here.get_tf_dataset())  # making the iterator draws the seed of a pass
         put_own_states(adapter, position["states"])
 
     def _get_iterator(self) -> Iterator[Any]:

@@ -9,7 +9,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.checkpoint.plain_state import put_random_states, take_random_states
+from lockstep.checkpoint.plain_state import (
+    from_plain,
+    put_random_states,
+    take_random_states,
+    to_plain,
+)
 from lockstep.errors import CheckpointError, CheckpointMismatch
 from lockstep.keras_compat import (
     ArrayDataAdapter,
@@ -26,6 +31,8 @@ from lockstep.keras_compat import (
     set_epoch,
     shuffle_of,
 )
+from lockstep.processes.group import current
+from lockstep.processes.own_rows import OwnRows
 
 # The adapters and their attributes: keras/src/trainers/data_adapters/*.py
 
@@ -33,6 +40,10 @@ STILL_POSSIBLE = (
     "Still possible: lockstep export RUN -o model.keras for the weights, or another folder to "
     "start anew."
 )
+
+
+OF_EACH = "rows of each process"
+"""The kind of data in a fingerprint, if each of several processes has its own rows."""
 
 
 def fingerprint(batches: Any) -> Any:
@@ -45,6 +56,8 @@ def fingerprint(batches: Any) -> Any:
         CheckpointError: If a value has no JSON form.
     """
     adapter = batches.data_adapter
+    if isinstance(adapter, OwnRows):  # another number of processes has other numbers of batches
+        return {"kind": OF_EACH, "steps_per_epoch": batches.steps_per_epoch}
     known: dict[str, Any] = {
         "kind": type(adapter).__name__,
         "batches per epoch": adapter.num_batches,
@@ -135,6 +148,7 @@ def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
     Raises:
         CheckpointError: If the position cannot be restored; the message names the change to make.
     """
+    adapter = adapter_here(adapter)
     if isinstance(adapter, TorchDataLoaderAdapter) and loader_of(adapter).persistent_workers:
         raise CheckpointError(
             "The DataLoader has persistent_workers=True: the random numbers of a worker continue "
@@ -160,6 +174,11 @@ def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
                 f"Give {name} a get_state() that returns what changes (its order, say), and a "
                 "set_state(state)\nthat takes it: numbers, strings, arrays, lists, dicts."
             )
+
+
+def adapter_here(adapter: Any) -> Any:
+    """Return Keras's adapter of the data of this process."""
+    return adapter.adapter if isinstance(adapter, OwnRows) else adapter
 
 
 def is_own(adapter: Any) -> bool:
@@ -195,8 +214,11 @@ def states_of(adapter: Any) -> dict[str, Any]:
 def own_states(adapter: Any) -> dict[str, Any]:
     """Return the state of the data set or of a loader's generators.
 
-    From Keras 3.16 on, this includes the epoch number that seeds Keras's shuffling.
+    From Keras 3.16 on, this includes the epoch number that seeds Keras's shuffling. If each process
+    has its own rows, all call this, and the result has the states of all.
     """
+    if isinstance(adapter, OwnRows):
+        return {_OF_ALL: adapter.of_all(_own_text(adapter))}
     epoch = epoch_of(adapter)
     states: dict[str, Any] = {} if epoch is None else {"epoch": epoch}
     for name, source in _sources(adapter).items():
@@ -204,6 +226,37 @@ def own_states(adapter: Any) -> dict[str, Any]:
         of_torch = type(state).__module__ == "torch"
         states[name] = state.numpy().copy() if of_torch else _copied(state)
     return states
+
+
+_OF_ALL = "of all processes"
+
+
+def is_of_as_many(adapter: Any, states: dict[str, Any]) -> bool:
+    """Return whether states of data are of as many processes, if each has its own rows."""
+    is_own = isinstance(adapter, OwnRows)
+    return is_own == (_OF_ALL in states) and not (is_own and len(states[_OF_ALL]) != current().size)
+
+
+def _own_text(adapter: OwnRows) -> bytes:
+    """Return the states of the data of this process, and of the random numbers that they draw."""
+    with adapter.random.drawn():
+        states = {name: take_random_states().get(name) for name in ("numpy", "python", "torch")}
+    arrays: dict[str, np.ndarray] = {}
+    plain = to_plain([states, own_states(adapter.adapter)], "own", arrays)
+    kept = {name: [a.dtype.str, a.shape, a.tobytes().hex()] for name, a in arrays.items()}
+    return zlib.compress(json.dumps([plain, kept]).encode(), 1)
+
+
+def _put_own_text(adapter: OwnRows, text: bytes) -> None:
+    plain, kept = json.loads(zlib.decompress(text))
+    arrays = {
+        name: np.frombuffer(bytes.fromhex(data), kind).reshape(shape).copy()
+        for name, (kind, shape, data) in kept.items()
+    }
+    states, own = from_plain(plain, arrays)
+    with adapter.random.drawn():
+        put_random_states({name: state for name, state in states.items() if state is not None})
+    put_own_states(adapter.adapter, own)
 
 
 def _copied(state: Any) -> Any:
@@ -222,7 +275,11 @@ def put_states(adapter: Any, states: dict[str, Any]) -> None:
 
 
 def put_own_states(adapter: Any, states: dict[str, Any]) -> None:
-    """Restore the result of `own_states`."""
+    """Restore the result of `own_states`, if it is of as many processes."""
+    if isinstance(adapter, OwnRows):
+        if is_of_as_many(adapter, states):
+            _put_own_text(adapter, bytes(states[_OF_ALL][current().rank]))
+        return
     put_epoch(adapter, states)
     for name, source in _sources(adapter).items():
         if name not in states:
@@ -247,6 +304,7 @@ def unseeded_shuffle(adapter: Any) -> str | None:
     Args:
         adapter: Keras's adapter of the training data.
     """
+    adapter = adapter_here(adapter)
     if not isinstance(adapter, TFDatasetAdapter):
         return None
     left = [adapter.get_tf_dataset()]

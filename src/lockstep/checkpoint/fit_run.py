@@ -8,11 +8,12 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint import callback_states
-from lockstep.checkpoint.data_states import fingerprint, put_states
+from lockstep.checkpoint.data_states import fingerprint, is_of_as_many, put_states
 from lockstep.checkpoint.fingerprint import compiled_of, config_of, is_rate
 from lockstep.core.engine import Session
 from lockstep.core.state import named_variables, renew_normalization
 from lockstep.processes.group import current
+from lockstep.processes.own_rows import OwnRows
 
 
 class Observer:
@@ -49,6 +50,7 @@ class FitRun:
         adapter: Keras's adapter of the training data.
         session: The model on its devices.
         is_spread: Whether each of several processes has a part of the variables.
+        has_own_rows: Whether each has its own rows. Then all report the position of their data.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class FitRun:
         self.is_spread = current().size > 1 and session.layout.is_sharded
         self.epochs = epochs
         self.adapter = batches.data_adapter
+        of_validation = None if held_out is None else held_out.data_adapter
+        self.has_own_rows = any(isinstance(a, OwnRows) for a in (self.adapter, of_validation))
         self._batches = batches
         self._held_out = held_out
         self._callbacks = callbacks
@@ -111,6 +115,10 @@ class FitRun:
         """Return the value of every variable that is a learning rate, in snapshot order."""
         named = named_variables(self.model).items()
         return [current().to_host(each.value) for name, each in named if is_rate(name)]
+
+    def is_of_as_many(self, state: Any) -> bool:
+        """Return whether the data of a state were those of as many processes."""
+        return is_of_as_many(self.adapter, state["position"]["now"])
 
     def restore(self, epoch: int, step: int, values: list[np.ndarray], state: Any) -> list[str]:
         """Restore a snapshot and a state; return remarks on callbacks that differ."""

@@ -169,6 +169,14 @@ class RunFolder:
             )
         return None
 
+    def newest_end(self) -> Found | None:
+        """Return the newest undamaged checkpoint at the end of an epoch, or `None`."""
+        for path in self.checkpoints():
+            with contextlib.suppress(DamagedCheckpoint):
+                if not read_manifest(path).state["step"]:
+                    return self.read(path)
+        return None
+
     def read(self, path: Path) -> Found:
         """Return a checkpoint, after a check of every array.
 
@@ -253,12 +261,16 @@ class Retention:
         best: Whether to keep the best checkpoint too.
         monitored: The name, value and mode of `monitor`, for each checkpoint that has them.
         broken: Checkpoints whose loss is not finite.
+        ends: Checkpoints at the end of an epoch.
+        keeps_end: Whether to keep the newest of them too.
     """
 
     keep: int
     best: bool
     monitored: dict[Path, dict[str, Any]] = field(default_factory=dict)
     broken: set[Path] = field(default_factory=set)
+    ends: set[Path] = field(default_factory=set)
+    keeps_end: bool = False
 
     def note(self, path: Path, state: dict[str, Any]) -> None:
         """Record the monitored value of a checkpoint, and whether its loss is finite."""
@@ -267,6 +279,8 @@ class Retention:
             self.monitored[path] = monitor
         if state.get("finite") is False:
             self.broken.add(path)
+        if not state.get("step"):
+            self.ends.add(path)
 
     def best_of(self, paths: list[Path], like: dict[str, Any] | None = None) -> Path | None:
         """Return the best checkpoint; of equal ones, the oldest.
@@ -314,6 +328,8 @@ class Retention:
         staying = set(paths[: self.keep])
         if staying <= self.broken:  # keep one with a finite loss
             staying |= set([path for path in paths if path not in self.broken][:1])
+        if self.keeps_end:
+            staying |= set([path for path in paths if path in self.ends][:1])
         best = self.best_of(paths) if self.best else None
         return staying | {best} if best is not None else staying
 

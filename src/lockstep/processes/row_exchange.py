@@ -167,7 +167,7 @@ class RowExchange:
             name = digest([text.encode()])
             self._forms[name] = form
         rows = len(arrays[0]) if arrays else 0
-        check = digest([_bytes_of(array).data for array in arrays]) if self._is_first else ""
+        check = _digests(arrays, rows) if self._is_first else []
         words = self._exchange.gather([rows, name, "" if name in self._sent else text, check])
         self._sent.add(name)
         for _, each, said, _ in words:
@@ -189,6 +189,11 @@ class RowExchange:
         ]
         whole = [np.concatenate(rows) for rows in zip(*of_each, strict=True)]
         return common.batch(whole), counts
+
+    def of_all(self, mine: bytes) -> list[np.ndarray]:
+        """Return the bytes of every process, given those of this one."""
+        sizes = [int(word[0]) for word in self._exchange.gather([len(mine)])]
+        return current().gather(np.frombuffer(mine, "uint8").copy(), sizes)
 
     def close(self) -> None:
         """Release the exchange: no batch follows for some time."""
@@ -217,16 +222,26 @@ class RowExchange:
 
     def _compare_first(self, words: list[list[Any]]) -> None:
         """Warn if two processes begin with the same rows."""
-        seen: dict[str, int] = {}
-        for rank, (rows, name, _, check) in enumerate(words):
-            if name and rows and check in seen and self._warn and current().rank == 0:
-                self._warn(
-                    f"Processes {seen[check]} and {rank} begin with the same {counted(rows, 'row')}"
-                    ", which then count twice: were the data sharded?\nprocess_local is for "
-                    "data of which each process has its own rows: .shard(size, rank), x[rank::size]"
-                )
-                return
-            seen.setdefault(check, rank)
+        if self._warn is None or current().rank:
+            return
+        checks = [check for *_, check in words]
+        for rank, mine in enumerate(checks):
+            for other, theirs in enumerate(checks[:rank]):
+                both = min(len(mine), len(theirs))
+                if both and mine[both - 1] == theirs[both - 1]:
+                    rows = counted(2 ** (both - 1), "row")
+                    self._warn(
+                        f"Processes {other} and {rank} begin with the same {rows}, which count "
+                        "twice then: were the data sharded?\nprocess_local is for data of which "
+                        "each process has its own rows, such as x[rank::size]."
+                    )
+                    return
+
+
+def _digests(arrays: list[np.ndarray], rows: int) -> list[str]:
+    """Return digests of the first 1, 2, 4, ... rows: processes may have other numbers of rows."""
+    several = [2**power for power in range(rows.bit_length())]
+    return [digest([_bytes_of(array[:most]).data for array in arrays]) for most in several]
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:

@@ -18,8 +18,8 @@ from lockstep.keras_compat import (
     drop_queued,
     number_of_rows,
 )
+from lockstep.processes.own_rows import OwnRows
 from lockstep.training.arrays import plain_arrays, row_numbers
-from lockstep.training.own_rows import OwnRows
 
 
 class AnewAfterReset(EpochIterator):  # type: ignore[misc]

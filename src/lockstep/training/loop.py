@@ -37,13 +37,13 @@ from lockstep.keras_compat import (
     validates_after,
     values_in_order,
 )
+from lockstep.processes.own_rows import global_data
 from lockstep.processes.process_group import several
 from lockstep.training.callbacks import Callbacks, TimedCallbacks, see_every_batch
 from lockstep.training.fit_clock import CHECKPOINT, NO_CLOCK, VALIDATION, Clock, FitClock
 from lockstep.training.input import HostIterator
 from lockstep.training.logs import pythonify_logs
 from lockstep.training.overrides import is_keras, knows_arguments
-from lockstep.training.own_rows import global_data
 from lockstep.training.predictions import Rows, RowsInMemory, RowsOfProcess, taker_among
 from lockstep.training.profile import Profile, clock_among
 from lockstep.training.steps_at_once import steps_at_once

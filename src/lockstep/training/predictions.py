@@ -19,9 +19,9 @@ from lockstep.errors import PredictionFileError, UnsupportedModel, counted
 from lockstep.keras_compat import layers_in, seed_generators
 from lockstep.processes.coordination import digest, once
 from lockstep.processes.group import current
+from lockstep.processes.own_rows import OwnRows
 from lockstep.processes.process_group import is_first, several
 from lockstep.processes.row_exchange import Counts
-from lockstep.training.own_rows import OwnRows
 
 SECONDS, _SHARE = 10.0, 30
 """Seconds between two notes of the position: a kill costs the work since the last one. They are

@@ -18,9 +18,9 @@ from lockstep.keras_compat import (
 )
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
+from lockstep.processes.own_rows import OwnRows
 from lockstep.training.arrays import plain_arrays
 from lockstep.training.input import BatchesAhead, HostIterator
-from lockstep.training.own_rows import OwnRows
 
 
 class MeshIterator(HostIterator):

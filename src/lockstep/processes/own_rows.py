@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
-from lockstep.checkpoint.data_states import has_workers
 from lockstep.core.process_local import ProcessLocal, is_generator
 from lockstep.errors import LockstepWarning, ProcessesDisagree, UnusableData
 from lockstep.keras_compat import (
     ArrayDataAdapter,
     DataAdapter,
     GeneratorDataAdapter,
+    TFDatasetAdapter,
     TorchDataLoaderAdapter,
     get_data_adapter,
     loader_of,
@@ -190,20 +191,24 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
 
     Attributes:
         ends_once: Whether a generator is among the data, which would lose a batch drawn ahead.
+        draws_seeds: Whether a `tf.data.Dataset` is among the data: each pass draws a seed.
+        adapter: Keras's adapter of the data of this process.
+        random: The random numbers that they draw.
         drawn: The rows of each process in the batches so far, for a prediction.
     """
 
     def __init__(self, own: ProcessLocal, given: dict[str, Any]) -> None:
-        self._own = own
+        self.random = own.random
         self._steps: int | None = given.get("steps_per_epoch")
         self.drawn: deque[Counts] = deque()
         self._pass = 0
         self._has_rows = False
         self._rows = RowExchange(_warn)
         with own.random.drawn():
-            self._adapter = _adapter_of(own, given)
-            number = self._adapter.num_batches
+            self.adapter = _adapter_of(own, given)
+            number = self.adapter.num_batches
         self.ends_once = bool(self._rows.agreed(is_generator(own.data)))
+        self.draws_seeds = bool(self._rows.agreed(isinstance(self.adapter, TFDatasetAdapter)))
         agreed = self._rows.agreed(number)
         # With steps, a process that has ended begins anew at the end of an epoch.
         self._num_batches = None if self._steps else agreed
@@ -218,7 +223,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
                 batches, ended = self._new_pass(), False
             batch = None
             if not ended:
-                with self._own.random.drawn():
+                with self.random.drawn():
                     batch = next(batches, _END)
                 ended = batch is _END
             found = self._rows.joined(batch, ended)
@@ -237,8 +242,8 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
             yield joined
 
     def _new_pass(self) -> Iterator[Any]:
-        with self._own.random.drawn():
-            return iter(self._adapter.get_numpy_iterator())
+        with self.random.drawn():
+            return iter(self.adapter.get_numpy_iterator())
 
     def get_jax_iterator(self) -> Iterator[Any]:
         """Yield the global batches."""
@@ -250,22 +255,27 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
 
     def on_epoch_begin(self) -> None:
         """Begin an epoch of the data of this process."""
-        with self._own.random.drawn():
-            self._adapter.on_epoch_begin()
+        with self.random.drawn():
+            self.adapter.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
         """End an epoch of the data of this process."""
         self._rows.close()
-        with self._own.random.drawn():
-            self._adapter.on_epoch_end()
+        with self.random.drawn():
+            self.adapter.on_epoch_end()
+
+    def of_all(self, mine: bytes) -> list[np.ndarray]:
+        """Return the bytes of every process, given those of this one."""
+        return self._rows.of_all(mine)
 
     def reset(self) -> None:
         """Forget what was drawn to build the model."""
         self._pass += 1
-        if has_workers(self._adapter):
+        enqueuer = getattr(self.adapter, "enqueuer", None)
+        if enqueuer is not None:
             # Keras would put the queued batches before those of the first epoch.
-            with self._adapter.enqueuer.ready_queue.mutex:
-                self._adapter.enqueuer.ready_queue.queue.clear()
+            with enqueuer.ready_queue.mutex:
+                enqueuer.ready_queue.queue.clear()
 
     @property
     def num_batches(self) -> int | None:

@@ -75,10 +75,10 @@ def run(processes, names, folder):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {}
-    for rank in range(processes):
-        for line in Path(folder, f"reports-{rank}.txt").read_text().splitlines():
-            report = json.loads(line)
+    for path in sorted(Path(folder).glob("reports-*.txt")):
+        for report in map(json.loads, path.read_text().splitlines()):
             found.setdefault(report.pop("case"), []).append(report)
+        path.unlink()
     return found
 
 

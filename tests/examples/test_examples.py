@@ -11,6 +11,7 @@ from tests.processes.common import warm_script
 # No batch divides by the number of devices; all of a run have one size, to compile once.
 EXAMPLES = {
     "anywhere.py": (4, "--samples 53 --epochs 1 --batch 10 --folder {folder}"),
+    "own_rows.py": (2, "--rows 900 --epochs 1 --batch 100 --folder {folder}"),
     "minimal.py": (4, "--epochs 1 --file {folder}/minimal.keras"),
     "tf_data.py": (
         4,

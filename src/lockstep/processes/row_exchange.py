@@ -74,7 +74,7 @@ def _described(part: Any, arrays: list[np.ndarray]) -> Any:
     if part is None:
         return None
     if isinstance(part, dict):
-        return {"dict": [[key, _described(each, arrays)] for key, each in sorted(part.items())]}
+        return {"dict": [[key, _described(each, arrays)] for key, each in part.items()]}
     if type(part) in (tuple, list):
         return {type(part).__name__: [_described(each, arrays) for each in part]}
     if isinstance(part, tuple | list) or not hasattr(part, "__array__"):

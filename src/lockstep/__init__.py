@@ -9,6 +9,7 @@ from lockstep.branches.placing import place as place
 from lockstep.branches.placing import placement as placement
 from lockstep.core.package_versions import __version__ as __version__
 from lockstep.core.process_local import process_local as process_local
+from lockstep.core.process_local import split_reading as split_reading
 from lockstep.core.status import report_from_environment as _report_from_environment
 from lockstep.distribute import devices as devices
 from lockstep.distribute import distribute as distribute
@@ -58,6 +59,7 @@ __all__ = [
     "rescue",
     "rowwise",
     "sharded",
+    "split_reading",
     "verify",
 ]
 

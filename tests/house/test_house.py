@@ -101,6 +101,7 @@ def test_the_public_names():
         "rescue",
         "rowwise",
         "sharded",
+        "split_reading",
         "verify",
     }
 

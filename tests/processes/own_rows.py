@@ -304,7 +304,7 @@ class Stops(keras.callbacks.Callback):
             raise Failed
 
 
-def resumes(wrap):
+def resumes(wrap, own=lockstep.process_local):
     """A run that has failed within an epoch goes on, bit for bit."""
     found = []
     for folder, stops in (("whole", None), ("parts", 16)):
@@ -319,7 +319,7 @@ def resumes(wrap):
             shuffles = isinstance(rows, tuple)
             try:
                 own_rows = own(rows)
-                held = own(Sequence(of_all((2, 2, 2), (2, 1, 2))[rank]))
+                held = lockstep.process_local(Sequence(of_all((2, 2, 2), (2, 1, 2))[rank]))
                 made.fit(own_rows, shuffle=shuffles, validation_data=held, **given)
             except Failed:
                 assert stop
@@ -344,6 +344,11 @@ def drawn(batches):
     parts = [torch.from_numpy(each) for each in whole_arrays(batches)]
     rows, order = torch.utils.data.TensorDataset(*parts), torch.Generator().manual_seed(3)
     return torch.utils.data.DataLoader(rows, 4, shuffle=True, generator=order)
+
+
+def all_drawn(batches):
+    """The same `DataLoader` in every process."""
+    return drawn(batches_of(0, (4,), (6,)))
 
 
 def sequence(batches):
@@ -386,12 +391,70 @@ def goes_on():
     return distance(state(made), state(plain))
 
 
+class Counted:
+    """Rows that are read by their index, which is counted."""
+
+    def __init__(self, rows=31):
+        self.rows, self.read = rows, []
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, row):
+        self.read.append(row)
+        return X[row], Y[row]
+
+
+def split(workers=0, **given):
+    """A `DataLoader` of which each process reads its rows alone, in the order of one process."""
+    import torch
+
+    found = []
+    for build in (dense, lambda: lockstep.distribute(dense())):
+        rows = Counted()
+        order = torch.Generator().manual_seed(3) if "generator" in given else None
+        made, loader = (
+            build(),
+            torch.utils.data.DataLoader(
+                rows, 7, shuffle=True, num_workers=workers, generator=order
+            ),
+        )
+        several = made.__dict__.get("_lockstep") is not None
+        torch.manual_seed(5)
+        data = lockstep.split_reading(loader) if several else loader
+        history = made.fit(data, epochs=2, shuffle=False, verbose=0).history
+        torch.manual_seed(6)
+        data = lockstep.split_reading(loader) if several else loader
+        predicted = made.predict(data, verbose=0)
+        found.append((state(made), history, predicted))
+    if not workers:
+        # Two epochs and a prediction; the first batch of each call is read whole, to compare.
+        assert len(rows.read) < 3 * (31 // size + 7) + 3 * 7, len(rows.read)
+    return distance(*found)
+
+
+def few_rows():
+    """A batch of fewer rows than processes: one of them has none."""
+    import torch
+
+    loader = torch.utils.data.DataLoader(Counted(9), 8)
+    plain, made = dense(), lockstep.distribute(dense())
+    given = {"epochs": 2, "shuffle": False, "verbose": 0, "validation_data": None}
+    plain.fit(loader, **given)
+    made.fit(lockstep.split_reading(loader), **given)
+    return distance(state(made), state(plain))
+
+
 own = lockstep.process_local
 CASES |= {
+    "split reading": split,
+    "split by workers": lambda: split(workers=2, generator=True),
+    "split few rows": few_rows,
     "resumes arrays": lambda: resumes(whole_arrays),
     "resumes a PyDataset": lambda: resumes(sequence),
     "resumes tf.data": lambda: resumes(shuffled),
     "resumes a DataLoader": lambda: resumes(drawn),
+    "resumes split": lambda: resumes(all_drawn, lockstep.split_reading),
     "fails on two": lambda: distance(fails_on_two().count_params(), dense().count_params()),
     "goes on": goes_on,
     "on_batch": on_batch,
@@ -443,8 +506,28 @@ REFUSED = {
     "a class weight": lambda made: made.fit(own(iter_of_rows), class_weight={0: 1.0}, verbose=0),
     "batch beside": lambda made: made.train_on_batch(own(X), Y),
     "file": lambda made: lockstep.predict(made, own(X), "scores.npy", verbose=0),
+    "random rows": lambda made: made.fit(lockstep.split_reading(random_rows()), verbose=0),
+    "not by row": lambda made: made.fit(lockstep.split_reading(X), verbose=0),
+    "other order": lambda made: made.fit(lockstep.split_reading(other_order()), verbose=0),
     "adapt": lambda made: layers.Normalization().adapt(own(X)),
 }
+
+
+def random_rows():
+    import torch
+
+    class Random(Counted):
+        def __getitem__(self, row):
+            return X[row] + np.random.normal(), Y[row]
+
+    return torch.utils.data.DataLoader(Random(), 4)
+
+
+def other_order():
+    import torch
+
+    order = torch.Generator().manual_seed(rank)
+    return torch.utils.data.DataLoader(Counted(), 4, shuffle=True, generator=order)
 
 
 def iter_of_rows():

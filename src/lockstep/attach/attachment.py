@@ -37,8 +37,8 @@ from lockstep.processes import process_group
 from lockstep.processes.agreement import check_course
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.group import current
-from lockstep.processes.own_rows import joining_rows
 from lockstep.training.call_guard import LOOPS, STEPPING, CallGuard
+from lockstep.training.global_data import joining_rows
 from lockstep.training.inner_fit import lead_to_loop
 from lockstep.training.input import check_times
 from lockstep.training.loop import Loop

@@ -101,6 +101,54 @@ class ProcessLocal:
         return self.data if is_function and not hasattr(self.data, "__iter__") else None
 
 
+class SplitReading(ProcessLocal):
+    """Data that every process has, of which each reads its rows alone."""
+
+    def __repr__(self) -> str:
+        return f"lockstep.split_reading({type(self.data).__name__})"
+
+
+def split_reading(data: Any) -> SplitReading:
+    """Let each of several processes read its rows of the same data alone.
+
+    Every process is given the same `DataLoader`. The rows of a batch and their order are those of
+    one process, drawn from the same random numbers, and each process reads and collates its part of
+    them. Loss, metrics and weights are those of plain data wherever a row depends on its index
+    alone: the first batch of a call is also read whole in each process, and compared.
+    In one process the data are used as they are.
+
+    Args:
+        data: A `torch.utils.data.DataLoader` over a map-style data set.
+
+    Returns:
+        The first argument of `fit`, `evaluate`, `predict` and `lockstep.predict`, or
+        `validation_data`. `predict` returns all rows, as for plain data.
+
+    Raises:
+        UnusableData: If the data cannot be read by row.
+
+    Example:
+        >>> import torch
+        >>> rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        >>> loader = torch.utils.data.DataLoader(rows, batch_size=32, shuffle=True)
+        >>> _ = model.fit(lockstep.split_reading(loader), shuffle=False, verbose=0)
+    """
+    kind = type(data)
+    is_loader = (kind.__module__, kind.__name__) == ("torch.utils.data.dataloader", "DataLoader")
+    what = f"a {kind.__name__}"
+    if is_loader and not hasattr(data.dataset, "__getitem__"):
+        is_loader, what = False, f"a DataLoader over a {type(data.dataset).__name__}"
+    if is_loader and data.batch_sampler is None:
+        is_loader, what = False, "a DataLoader with batch_size=None"
+    if not is_loader:
+        raise UnusableData(
+            f"split_reading was given {what}, whose rows cannot be read one by one.\n"
+            "Give a DataLoader over a map-style data set, or a shard of the data in each process "
+            "to lockstep.process_local."
+        )
+    return SplitReading(data)
+
+
 def process_local(data: Any) -> ProcessLocal:
     """Say that the batches of `data` in this process are its rows of the global batches.
 

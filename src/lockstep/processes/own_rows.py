@@ -1,17 +1,15 @@
 """The batches of data of which each process has its own rows."""
 
-import functools
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 
-from lockstep.core.process_local import ProcessLocal, is_generator
-from lockstep.errors import LockstepWarning, ProcessesDisagree, UnusableData
+from lockstep.core.process_local import OwnRandomNumbers, ProcessLocal, is_generator
+from lockstep.errors import LockstepWarning, UnusableData
 from lockstep.keras_compat import (
     ArrayDataAdapter,
     DataAdapter,
@@ -21,49 +19,8 @@ from lockstep.keras_compat import (
     get_data_adapter,
     loader_of,
 )
-from lockstep.processes.call_scope import CALLS
-from lockstep.processes.coordination import once
 from lockstep.processes.group import current
-from lockstep.processes.process_group import several
 from lockstep.processes.row_exchange import Counts, RowExchange
-
-
-def global_data(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an iterator over global batches.
-
-    Args:
-        data: Those of Keras's `EpochIterator`, where `x` may be rows of this process.
-
-    Raises:
-        ProcessesDisagree: If another process was given data of the other kind.
-    """
-    own: Any = data.get("x")
-    is_own = isinstance(own, ProcessLocal)
-    if several():
-        least, greatest = once([is_own, current().rank])
-        if least[0] != greatest[0]:
-            raise ProcessesDisagree(
-                f"Process {greatest[1]} was given lockstep.process_local, and process {least[1]} "
-                "plain data, of which\nevery process has all rows. Wrap the data in every process, "
-                "or in none."
-            )
-    if not is_own:
-        return data
-    if several():
-        return {"x": OwnRows(own, data), **_kept(data)}
-    if own.makes_batches is not None:
-        _check_class_weight(data)
-        return {"x": _Passes(own.data), **_kept(data)}
-    x, y, sample_weight = own.parts
-    return {**data, "x": x, "y": y, "sample_weight": sample_weight}
-
-
-def _kept(data: dict[str, Any]) -> dict[str, Any]:
-    """Return what an adapter that is made already does not take."""
-    return {name: data[name] for name in _OF_STEPS if name in data}
-
-
-_OF_STEPS = ("steps_per_epoch", "steps_per_execution")
 
 
 def share_of_batch(batch_size: int, rank: int, size: int) -> int:
@@ -80,53 +37,7 @@ def share_of_batch(batch_size: int, rank: int, size: int) -> int:
     return batch_size // size + (rank < batch_size % size)
 
 
-def joining_rows(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that takes one batch: rows of each process are joined first.
-
-    Args:
-        name: The name of the method. `predict_on_batch` returns the rows of this process.
-        method: The method.
-    """
-
-    @functools.wraps(method)
-    def method_on_own_rows(*args: Any, **kwargs: Any) -> Any:
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        own = {key: value for key, value in given.items() if isinstance(value, ProcessLocal)}
-        if not own:
-            return method(*args, **kwargs)
-        if not several():
-            given |= {key: value.data for key, value in own.items()}
-            return _called(method, given)
-        for key, value in given.items():
-            if key not in own and value is not None and key in (0, 1, 2, *_OF_ROWS):
-                raise UnusableData(
-                    f"{name} was given rows of this process, and beside them a "
-                    f"{type(value).__name__} of all rows.\n"
-                    "Wrap each: x, y and sample_weight, by lockstep.process_local."
-                )
-        with CALLS.call(name):
-            rows = RowExchange()
-            found = rows.joined(tuple(value.data for value in own.values()), ended=False)
-            rows.close()
-            assert found is not None  # there is a batch
-            batch, counts = found
-            result = _called(method, given | dict(zip(own, batch, strict=True)))
-        if name != "predict_on_batch":
-            return result
-        return keras.tree.map_structure(lambda leaf: leaf[counts.mine], result)
-
-    return method_on_own_rows
-
-
-def _called(method: Callable[..., Any], given: dict[Any, Any]) -> Any:
-    args = [value for key, value in given.items() if isinstance(key, int)]
-    return method(*args, **{key: v for key, v in given.items() if not isinstance(key, int)})
-
-
-_OF_ROWS = ("x", "y", "sample_weight")
-
-
-class _Passes(DataAdapter):  # type: ignore[misc]  # Keras has no types
+class Passes(DataAdapter):  # type: ignore[misc]  # Keras has no types
     """Batches that a function yields, in one pass after another, or a generator, in one pass.
 
     Args:
@@ -194,18 +105,22 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         draws_seeds: Whether a `tf.data.Dataset` is among the data: each pass draws a seed.
         adapter: Keras's adapter of the data of this process.
         random: The random numbers that they draw.
-        drawn: The rows of each process in the batches so far, for a prediction.
+        epochs: The passes that have ended, which a sampler of this process is told.
+        is_split: Whether every process was given all data. A prediction then has all rows.
     """
 
+    is_split = False
+
     def __init__(self, own: ProcessLocal, given: dict[str, Any]) -> None:
-        self.random = own.random
+        self.random = self._random_of(own)
+        self.epochs = 0
         self._steps: int | None = given.get("steps_per_epoch")
-        self.drawn: deque[Counts] = deque()
+        self._counts: deque[Counts] | None = None
         self._pass = 0
         self._has_rows = False
         self._rows = RowExchange(_warn)
-        with own.random.drawn():
-            self.adapter = _adapter_of(own, given)
+        with self.random.drawn():
+            self.adapter = self._adapter_of(own, given)
             number = self.adapter.num_batches
         self.ends_once = bool(self._rows.agreed(is_generator(own.data)))
         self.draws_seeds = bool(self._rows.agreed(isinstance(self.adapter, TFDatasetAdapter)))
@@ -215,20 +130,26 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """Yield the global batches."""
+        return self._joined()
+
+    def _joined(self, begun: Iterator[tuple[Any, str]] | None = None) -> Iterator[Any]:
         self._pass += 1
         this, number = self._pass, 0
-        batches, ended = self._new_pass(), False
+        batches, ended = self._new_pass() if begun is None else begun, False
+        self._begin_pass()
         while this == self._pass:
             if ended and self._steps and number % self._steps == 0:
                 batches, ended = self._new_pass(), False
-            batch = None
+                self._begin_pass()
+            batch, order = None, ""
             if not ended:
                 with self.random.drawn():
-                    batch = next(batches, _END)
+                    batch, order = next(batches, (_END, ""))
                 ended = batch is _END
-            found = self._rows.joined(batch, ended)
+            found = self._rows.joined(None if batch is _END else batch, order)
             if found is None:
                 self._rows.close()
+                self.epochs += 1
                 if not self._has_rows:
                     raise UnusableData(
                         "The data of process_local have no batch in any process, and at least 1 is "
@@ -238,12 +159,41 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
             self._has_rows = True
             number += 1
             joined, counts = found
-            self.drawn.append(counts)
+            if self._counts is not None:
+                self._counts.append(counts)
+            self._check(joined)
             yield joined
 
-    def _new_pass(self) -> Iterator[Any]:
+    def counted_rows(self) -> deque[Counts]:
+        """Return a queue that gets the rows of each process in the batches from now on."""
+        self._counts = deque()
+        return self._counts
+
+    def _random_of(self, own: ProcessLocal) -> OwnRandomNumbers:
+        """Return the random numbers that the data of this process draw."""
+        return own.random
+
+    def _adapter_of(self, own: ProcessLocal, given: dict[str, Any]) -> Any:
+        """Return Keras's adapter of the data of this process."""
+        return _adapter_of(own, given)
+
+    def _new_pass(self) -> Iterator[tuple[Any, str]]:
+        """Return the batches of this process, each with a check of the order.
+
+        `None` stands for no rows in a step.
+        """
+        sampler: Any = getattr(_loader_in(self.adapter), "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.epochs)
         with self.random.drawn():
-            return iter(self.adapter.get_numpy_iterator())
+            batches = iter(self.adapter.get_numpy_iterator())
+        return ((batch, "") for batch in batches)
+
+    def _begin_pass(self) -> None:
+        """Draw what the first batch of a pass draws from the random numbers of the process."""
+
+    def _check(self, batch: Any) -> None:
+        """Check a global batch."""
 
     def get_jax_iterator(self) -> Iterator[Any]:
         """Yield the global batches."""
@@ -296,8 +246,8 @@ def _adapter_of(own: ProcessLocal, given: dict[str, Any]) -> Any:
     """Return Keras's adapter of the data of this process."""
     data, class_weight = own.data, given.get("class_weight")
     if own.makes_batches is not None or is_generator(data):
-        _check_class_weight(given)
-        return _Passes(data)
+        check_class_weight(given)
+        return Passes(data)
     x, y, sample_weight = own.parts
     steps = given.get("steps_per_epoch")
     size = given.get("batch_size") or (None if steps else 32)
@@ -319,7 +269,12 @@ def _adapter_of(own: ProcessLocal, given: dict[str, Any]) -> Any:
     return adapter
 
 
-def _check_class_weight(given: dict[str, Any]) -> None:
+def _loader_in(adapter: Any) -> Any:
+    return loader_of(adapter) if isinstance(adapter, TorchDataLoaderAdapter) else None
+
+
+def check_class_weight(given: dict[str, Any]) -> None:
+    """Raise if weights of classes are given, of which Keras takes none with a generator."""
     if given.get("class_weight") is not None:
         raise UnusableData(
             "class_weight was given, and Keras takes none with a generator or a function.\n"

@@ -149,18 +149,19 @@ class RowExchange:
         said = [word[0] for word in self._exchange.gather([-1 if number is None else number])]
         return None if min(said) < 0 else int(max(said))
 
-    def joined(self, batch: Any, ended: bool) -> tuple[Any, Counts] | None:
-        """Return the rows of all processes as one batch, `None` if the data of all have ended.
+    def joined(self, batch: Any, order: str = "") -> tuple[Any, Counts] | None:
+        """Return the rows of all processes as one batch, `None` if no process has a batch.
 
         Args:
-            batch: The batch of this process.
-            ended: Whether the data of this process have ended: there is no batch.
+            batch: The batch of this process, `None` for none.
+            order: A digest of what is the same in all processes.
 
         Raises:
-            ProcessesDisagree: If processes have batches of other structures, types or shapes.
+            ProcessesDisagree: If processes have batches of other structures, types or shapes, or
+                another order.
             UnusableData: If rows of this batch cannot be joined.
         """
-        form, arrays = (None, []) if ended else Form.of(batch)
+        form, arrays = (None, []) if batch is None else Form.of(batch)
         name, text = "", ""
         if form is not None:
             text = form.as_text()
@@ -168,11 +169,19 @@ class RowExchange:
             self._forms[name] = form
         rows = len(arrays[0]) if arrays else 0
         check = _digests(arrays, rows) if self._is_first else []
-        words = self._exchange.gather([rows, name, "" if name in self._sent else text, check])
+        said = "" if name in self._sent else text
+        words = self._exchange.gather([rows, name, said, check, order])
         self._sent.add(name)
-        for _, each, said, _ in words:
-            if said:
-                self._forms.setdefault(each, Form.from_text(said))
+        for _, each, theirs, *_ in words:
+            if theirs:
+                self._forms.setdefault(each, Form.from_text(theirs))
+        for rank, (*_, theirs) in enumerate(words):
+            if theirs != words[0][-1]:
+                raise ProcessesDisagree(
+                    f"Process {rank} draws other rows, or in another order, than process 0: rows "
+                    "would be lost or trained on twice.\nGive every process the same data set, and "
+                    "seed what draws the order."
+                )
         if all(not each for _, each, *_ in words):
             return None
         if self._is_first:
@@ -224,7 +233,7 @@ class RowExchange:
         """Warn if two processes begin with the same rows."""
         if self._warn is None or current().rank:
             return
-        checks = [check for *_, check in words]
+        checks = [check for *_, check, _ in words]
         for rank, mine in enumerate(checks):
             for other, theirs in enumerate(checks[:rank]):
                 both = min(len(mine), len(theirs))

@@ -37,10 +37,10 @@ from lockstep.keras_compat import (
     validates_after,
     values_in_order,
 )
-from lockstep.processes.own_rows import global_data
 from lockstep.processes.process_group import several
 from lockstep.training.callbacks import Callbacks, TimedCallbacks, see_every_batch
 from lockstep.training.fit_clock import CHECKPOINT, NO_CLOCK, VALIDATION, Clock, FitClock
+from lockstep.training.global_data import global_data
 from lockstep.training.input import HostIterator
 from lockstep.training.logs import pythonify_logs
 from lockstep.training.overrides import is_keras, knows_arguments
@@ -343,7 +343,7 @@ class Loop:
         """
         model, session = self.model, self._session
         taker = taker_among(callbacks)
-        own = isinstance(x, ProcessLocal) and several()
+        own = type(x) is ProcessLocal and several()
         if taker is None and keras_joins_predictions() and not own:
             return trainer_class().predict(model, x, batch_size, verbose, steps, callbacks)
         batches = self._batches(

@@ -63,13 +63,18 @@ class RowsOfProcess(RowsInMemory):
     @contextlib.contextmanager
     def opened(self, session: Session, batches: Any) -> Iterator[None]:
         """Take the rows of a prediction inside the context."""
-        self._rows = batches.data_adapter
-        self._rows.drawn.clear()  # of building
+        self._drawn = batches.data_adapter.counted_rows()
         yield
 
     def take(self, outputs: Any) -> None:
         """Take the rows of an execution, and keep those of this process."""
-        super().take(_own_rows(outputs, self._rows.drawn))
+        super().take(_own_rows(outputs, self._drawn))
+
+
+def _has_own_rows(batches: Any) -> bool:
+    """Return whether this process predicts its rows alone."""
+    adapter = batches.data_adapter
+    return isinstance(adapter, OwnRows) and not adapter.is_split
 
 
 def _own_rows(outputs: Any, drawn: deque[Counts]) -> Any:
@@ -128,9 +133,8 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
     @contextlib.contextmanager
     def opened(self, session: Session, batches: Any) -> Iterator[None]:
         """Take the rows of a prediction inside the context."""
-        if several() and isinstance(batches.data_adapter, OwnRows):
-            self._drawn = batches.data_adapter.drawn
-            self._drawn.clear()  # of building
+        if _has_own_rows(batches):
+            self._drawn = batches.data_adapter.counted_rows()
         yield
         self.give()
 
@@ -190,7 +194,7 @@ class RowsIntoFiles(RowsToFunction):
         Raises:
             PredictionFileError: If that call had another model, or the files do not fit.
         """
-        if several() and isinstance(batches.data_adapter, OwnRows):
+        if _has_own_rows(batches):
             raise UnsupportedModel(
                 f"Predictions of rows of each process were to go into {self._folder.path}, and one "
                 "process writes a file.\nGive lockstep.predict a function, which each process "

@@ -215,7 +215,7 @@ def test_the_form_of_a_batch_travels_as_text():
     form, arrays = Form.of(batch)
     again = Form.from_text(form.as_text())
     assert again == form
-    assert [array.dtype.name for array in arrays] == ["int8", "float64", "float64"]
+    assert [array.dtype.name for array in arrays] == ["float64", "int8", "float64"]
     packed = np.concatenate([array.reshape(-1).view("uint8") for array in arrays])
     assert form.bytes_of(10) == len(packed)
     back = again.batch(again.rows_in(packed, 10))

@@ -88,6 +88,9 @@ class _OneProcess:
     def local(self, value: Any) -> Any:
         return value
 
+    def to_host(self, value: Any) -> np.ndarray:
+        return np.asarray(value)
+
 
 _current: list[Any] = [_OneProcess()]
 

@@ -65,6 +65,54 @@ def masked():
     return made
 
 
+def dense_of_layers():
+    keras.utils.set_random_seed(3)
+    made = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(2)]
+    )
+    made.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+    return made
+
+
+def wide():
+    keras.utils.set_random_seed(3)
+    made = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(1536, activation="tanh"), layers.Dense(2)]
+    )
+    made.compile("adam", "mse")
+    return made
+
+
+def stateful():
+    """Its state goes on from step to step, for each row of the global batch."""
+    keras.utils.set_random_seed(3)
+    made = keras.Sequential(
+        [
+            keras.Input((3, 2), batch_size=4 * size),
+            layers.GRU(3, stateful=True),
+            layers.Dense(2),
+        ]
+    )
+    made.compile("sgd", "mse")
+    return made
+
+
+def in_time(every):
+    return [[(x.reshape(-1, 3, 2), y) for x, y in batches] for batches in every]
+
+
+class ItsOwnFit(keras.Sequential):
+    def fit(self, *args, **kwargs):
+        return super().fit(*args, **kwargs)
+
+
+def its_own_fit():
+    keras.utils.set_random_seed(3)
+    made = ItsOwnFit([keras.Input((6,)), layers.Dense(2)])
+    made.compile("sgd", "mse")
+    return made
+
+
 class Sequence(keras.utils.PyDataset):
     def __init__(self, batches, **given):
         super().__init__(**given)
@@ -112,20 +160,26 @@ def state(made):
     return [keras.ops.convert_to_numpy(each.value) for each in [*made.variables, *slots]]
 
 
-def compared(build, wrap, every, epochs=2, held_out=None, **given):
+def compared(build, wrap, every, epochs=2, held_out=None, options=None, **given):
     """Train by `fit`, evaluate and predict; return the distance from one device."""
-    plain = build()
+    # Keras alone loses the state of an RNN on JAX: plain data in all processes are the truth there.
+    plain = lockstep.distribute(build()) if build is stateful else build()
     whole = joined(every)
     more, of_truth = {}, {}
     if held_out is not None:
         more["validation_data"] = lockstep.process_local(wrap(held_out[rank]))
         of_truth["validation_data"] = Sequence(joined(held_out))
     truth = plain.fit(Sequence(whole), epochs=epochs, shuffle=False, verbose=0, **of_truth, **given)
-    made = lockstep.distribute(build())
+    made = lockstep.distribute(build(), **(options or {}))
     own = lockstep.process_local(wrap(every[rank]))
     found = made.fit(own, epochs=epochs, shuffle=False, verbose=0, **more, **given)
-    pairs = [(state(made), state(plain))]
-    pairs += [(found.history, truth.history)]
+    pairs = [(found.history, truth.history)]
+    if build is stateful:  # `predict` would need rows of all processes
+        weights = [[each.value for each in model.trainable_variables] for model in (made, plain)]
+        return max(distance(*weights), distance(*pairs[0]))
+    lockstep.release(made)  # of a state in shards, too, each process has all now
+    pairs += [(state(made), state(plain))]
+    lockstep.distribute(made, **(options or {}))
     own = lockstep.process_local(wrap(every[rank]))
     pairs += [(made.evaluate(own, verbose=0), plain.evaluate(Sequence(whole), verbose=0))]
     own = lockstep.process_local(wrap(every[rank]))
@@ -172,6 +226,16 @@ CASES = {
     "validation": lambda: compared(
         dense, Sequence, of_all((4, 3, 2)), held_out=of_all((3, 5, 2), (4, 2, 3))
     ),
+    "micro-batches": lambda: compared(
+        dense_of_layers, Sequence, of_all((4, 3, 2)), options={"micro_batch_size": 2}
+    ),
+    "sharded state": lambda: compared(
+        wide, Sequence, of_all((4, 3, 2)), options={"state": "sharded"}
+    ),
+    "a stateful RNN": lambda: compared(
+        stateful, Sequence, in_time(of_all((4, 4, 4), (5, 5, 5))), 1
+    ),
+    "its own fit": lambda: compared(its_own_fit, Sequence, of_all((4, 3, 2))),
     "several steps at once": lambda: compared(
         lambda: dense(steps_per_execution=3), Sequence, of_all((4, 4, 4), (6, 6, 6))
     ),

@@ -41,6 +41,7 @@ CASES = [
         "split reading",
         "split by workers",
         "split few rows",
+        "rows stay",
     ),
 ]
 QUICK = (
@@ -106,7 +107,10 @@ def reports(processes, quick):
 def _of_backend(cases):
     # Keras on PyTorch refuses several steps in one execution, and its stateful RNNs fail there; a
     # fork of JAX may stand still.
-    others = {"jax": ["split by workers"], "torch": ["several steps at once", "a stateful RNN"]}
+    others = {
+        "jax": ["split by workers"],
+        "torch": ["several steps at once", "a stateful RNN", "rows stay"],
+    }
     return [case for case in cases if case not in others[BACKEND]]
 
 

@@ -16,6 +16,7 @@ from keras import layers
 import lockstep
 from lockstep.errors import LockstepError
 from lockstep.keras_compat import compute_in_float64
+from lockstep.processes.group import current
 
 rank, size = lockstep.initialize()
 compute_in_float64()
@@ -509,8 +510,24 @@ def few_rows():
     return distance(state(made), state(plain))
 
 
+def rows_stay():
+    """Where the devices of each process need its rows, none travels."""
+    group, sent = current(), []
+    gather = group.gather
+    group.gather = lambda *given: sent.append(given) or gather(*given)
+    try:
+        far = compared(dense, Sequence, of_all((4, 4, 4), (5, 5, 5)))
+        assert not sent, len(sent)
+        compared(dense, Sequence, of_all((4, 3, 2)))
+        assert sent
+    finally:
+        del group.gather
+    return far
+
+
 own = lockstep.process_local
 CASES |= {
+    "rows stay": rows_stay,
     "split reading": split,
     "split by workers": lambda: split(workers=2, generator=True),
     "split few rows": few_rows,

@@ -202,6 +202,8 @@ class Attachment:
         line = fit_line(keras.backend.backend(), session.layout, given, compiles)
         if isinstance(own, ProcessLocal):
             line += f", rows of {counted(current().size, 'process')}"
+            if keras.backend.backend() == "torch" and current().size > 1:
+                line += ", gathered in each"
         ours = [each for each in self._engine.devices() if each.name in session.devices]
         line += session.remarks() + self._held_words(ours)
         one_step = isinstance(session.layout, DataParallel)

@@ -67,9 +67,6 @@ class ProcessLocal:
     def __repr__(self) -> str:
         return f"lockstep.process_local({type(self.data).__name__})"
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        raise self._elsewhere()
-
     def __iter__(self) -> Any:
         raise self._elsewhere()
 

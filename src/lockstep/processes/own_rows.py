@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,11 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
     """
 
     is_split = False
+    _stays: Callable[[tuple[int, ...]], bool] | None = None
+
+    def let_rows_stay(self, stays: Callable[[tuple[int, ...]], bool]) -> None:
+        """Let rows stay in their process, in the steps for which this returns true."""
+        self._stays = stays
 
     def __init__(self, own: ProcessLocal, given: dict[str, Any]) -> None:
         self.random = self._random_of(own)
@@ -118,6 +123,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         self._counts: deque[Counts] | None = None
         self._pass = 0
         self._has_rows = False
+        self._is_checked = True
         self._rows = RowExchange(_warn)
         with self.random.drawn():
             self.adapter = self._adapter_of(own, given)
@@ -146,6 +152,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
                 with self.random.drawn():
                     batch, order = next(batches, (_END, ""))
                 ended = batch is _END
+            self._rows.stays = self._stays if self._is_checked else None
             found = self._rows.joined(None if batch is _END else batch, order)
             if found is None:
                 self._rows.close()

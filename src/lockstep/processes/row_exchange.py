@@ -59,7 +59,7 @@ class Form:
             start += size
         return found
 
-    def batch(self, arrays: list[np.ndarray]) -> Any:
+    def batch(self, arrays: list[Any]) -> Any:
         """Return a batch of these arrays."""
         return _filled(self.structure, arrays)
 
@@ -99,7 +99,7 @@ def _described(part: Any, arrays: list[np.ndarray]) -> Any:
     return len(arrays) - 1
 
 
-def _filled(structure: Any, arrays: list[np.ndarray]) -> Any:
+def _filled(structure: Any, arrays: list[Any]) -> Any:
     if structure is None:
         return None
     if isinstance(structure, int):
@@ -130,12 +130,37 @@ class Counts:
         return slice(start, start + self.each[rank])
 
 
+class RowsHere:
+    """An array of the global batch, of which this process has the rows that its devices need.
+
+    Args:
+        rows: Those rows.
+        counts: The rows of each process.
+    """
+
+    def __init__(self, rows: np.ndarray, counts: Counts) -> None:
+        self._rows, self._start = rows, counts.mine.start
+        self.shape = (counts.total, *rows.shape[1:])
+        self.dtype, self.ndim = rows.dtype, rows.ndim
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a range of rows of the global batch, which are here."""
+        start, stop, _ = index[0].indices(self.shape[0])
+        return self._rows[start - self._start : stop - self._start]
+
+
 class RowExchange:
     """Joins batches of all processes; every process makes the same calls in the same order.
 
     Args:
         warn: Called with a warning; `None` for none.
+
+    Attributes:
+        stays: Returns for the rows of each process whether the devices of each need its own rows,
+            so that none has to travel. `None`: all rows are gathered in every process.
     """
+
+    stays: Callable[[tuple[int, ...]], bool] | None = None
 
     def __init__(self, warn: Callable[[str], object] | None = None) -> None:
         self._exchange = Exchange("own rows")
@@ -189,6 +214,8 @@ class RowExchange:
             self._compare_first(words)
         common = self._common([each for _, each, *_ in words])
         counts = Counts(tuple(int(each) for each, *_ in words))
+        if self.stays is not None and self.stays(counts.each):
+            return common.batch([RowsHere(_own_copy(array), counts) for array in arrays]), counts
         packed = _packed(arrays, common.bytes_of(rows))
         parts = current().gather(packed, [common.bytes_of(each) for each in counts.each])
         of_each = [
@@ -255,6 +282,11 @@ def _digests(arrays: list[np.ndarray], rows: int) -> list[str]:
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view("uint8")
+
+
+def _own_copy(array: np.ndarray) -> np.ndarray:
+    """Return a copy in the byte order of this machine, which a device may read in place."""
+    return array.astype(array.dtype.newbyteorder("="))
 
 
 def _packed(arrays: list[np.ndarray], size: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The batches of the host for a mesh."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -60,6 +60,14 @@ class MeshIterator(HostIterator):
         """Return what puts batches on the devices a step ahead, `None` if nothing does."""
         is_alone = self.steps_per_execution == 1  # several are put there as one stack
         return self.ahead if is_alone and self._may_draw_ahead() else None
+
+    def let_rows_stay(self, stays: Callable[[tuple[int, ...]], bool]) -> None:
+        """Let rows of each process stay there, if `stays` says so of a batch.
+
+        A stack of several steps is made on the host, of whole batches.
+        """
+        if isinstance(self.data_adapter, OwnRows) and self.steps_per_execution == 1:
+            self.data_adapter.let_rows_stay(stays)
 
     def may_run_at_once(self, model: Any) -> bool:
         """Return whether several training steps may run as one program, and are short."""

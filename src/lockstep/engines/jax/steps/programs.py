@@ -58,6 +58,7 @@ from lockstep.engines.jax.steps.state_layout import (
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.processes import process_group
 from lockstep.processes.agreement import DataCheck
+from lockstep.processes.row_exchange import RowsHere
 from lockstep.training.arrays import host_array, is_native
 from lockstep.training.input import BatchesAhead
 
@@ -99,6 +100,7 @@ class Programs:
         self.replicated = self.state_layout.replicated
         self.by_rows = NamedSharding(mesh, PartitionSpec("batch"))
         self._several = process_group.several()
+        self._known_counts: dict[tuple[int, ...], bool] = {}
         # JAX 0.10.2 over gloo deadlocks with some thirty steps in flight, if each of several
         # processes has several (rehearsed) devices.
         here = len(mesh.local_devices)
@@ -295,6 +297,10 @@ class Programs:
                     "sparse arrays\ncannot be laid out. Hand over dense arrays."
                 )
             return jax.device_put(leaf, self.replicated)
+        if isinstance(leaf, RowsHere):
+            read: Any = leaf.__getitem__
+            put = jax.make_array_from_callback(leaf.shape, self.by_rows, read)
+            return PaddedArray(put, leaf.shape[0])
         if not isinstance(leaf, jax.Array):
             leaf = host_array(leaf)
         if leaf.ndim == 0 or leaf.shape[0] == 0:
@@ -305,6 +311,28 @@ class Programs:
             numpy = jnp if isinstance(leaf, jax.Array) else np
             leaf = numpy.concatenate([leaf, numpy.repeat(leaf[-1:], missing, axis=0)])
         return PaddedArray(self._put(leaf, self.by_rows), rows)
+
+    def rows_stay(self, counts: tuple[int, ...]) -> bool:
+        """Return whether the devices of each process need the rows that it has.
+
+        Args:
+            counts: The rows of each process in a global batch.
+        """
+        if counts not in self._known_counts:
+            self._known_counts[counts] = self._do_rows_stay(counts)
+        return self._known_counts[counts]
+
+    def _do_rows_stay(self, counts: tuple[int, ...]) -> bool:
+        total = sum(counts)
+        if not total or missing_rows(total, self._replicas):
+            return False
+        places: Any = self.by_rows.devices_indices_map((total,))
+        for device, (rows,) in places.items():
+            first, last, _ = rows.indices(total)
+            start = sum(counts[: device.process_index])
+            if first < start or last > start + counts[device.process_index]:
+                return False
+        return True
 
     def _shard_stacked(self, batches: Any) -> Any:
         """Place stacked host batches: dim 0 is the step, and dim 1, the rows, is sharded."""

@@ -35,14 +35,8 @@ CASES = [
     *("micro-batches", "sharded state", "a stateful RNN", "its own fit"),
     *("several steps at once", "steps_per_epoch", "on_batch", "predict to a function"),
     *("fails in one process", "resumes arrays", "resumes a PyDataset", "resumes tf.data"),
-    *(
-        "resumes a DataLoader",
-        "resumes split",
-        "split reading",
-        "split by workers",
-        "split few rows",
-        "rows stay",
-    ),
+    *("resumes a DataLoader", "resumes split", "resumes where rows stay", "rows stay"),
+    *("split reading", "split by workers", "split few rows"),
 ]
 QUICK = (
     *("one ends early", "no rows from the start", "arrays", "on_batch", "fails in one process"),

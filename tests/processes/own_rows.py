@@ -369,15 +369,15 @@ class Stops(keras.callbacks.Callback):
             raise Failed
 
 
-def resumes(wrap, own=lockstep.process_local):
+def resumes(wrap, own=lockstep.process_local, shares=(4, 3, 2)):
     """A run that has failed within an epoch goes on, bit for bit."""
     found = []
     for folder, stops in (("whole", None), ("parts", 16)):
-        folder = f"{folder}-{wrap.__name__}-{size}"
+        folder = f"{folder}-{wrap.__name__}-{shares[0] == shares[1]}"
         for stop in (stops, None) if stops else (None,):
             np.random.seed(7 + rank)
             made = lockstep.distribute(dense())
-            rows = wrap(of_all((4, 3, 2))[rank])
+            rows = wrap(of_all(shares)[rank])
             callbacks = [lockstep.Checkpoint(folder, steps=2)]
             callbacks += [Stops(stop)] if stop else []
             given = {"epochs": 3, "verbose": 0, "callbacks": callbacks, "batch_size": 7}
@@ -533,6 +533,7 @@ CASES |= {
     "split few rows": few_rows,
     "resumes arrays": lambda: resumes(whole_arrays),
     "resumes a PyDataset": lambda: resumes(sequence),
+    "resumes where rows stay": lambda: resumes(sequence, shares=(4, 4, 4)),
     "resumes tf.data": lambda: resumes(shuffled),
     "resumes a DataLoader": lambda: resumes(drawn),
     "resumes split": lambda: resumes(all_drawn, lockstep.split_reading),

@@ -33,6 +33,7 @@ from lockstep.keras_compat import (
 )
 from lockstep.processes.group import current
 from lockstep.processes.own_rows import OwnRows
+from lockstep.processes.row_exchange import RowsHere
 
 # The adapters and their attributes: keras/src/trainers/data_adapters/*.py
 
@@ -107,6 +108,8 @@ def _arrays_of(leaf: Any) -> list[Any]:
     """Return the arrays of a leaf: several for a sparse array, none for `None` (no weights)."""
     if leaf is None:
         return []
+    if isinstance(leaf, RowsHere):
+        return [leaf.whole()]
     if not hasattr(leaf, "indices"):
         return [leaf]
     return [getattr(leaf, name) for name in ("data", "values", "indices") if hasattr(leaf, name)]

@@ -139,7 +139,7 @@ class RowsHere:
     """
 
     def __init__(self, rows: np.ndarray, counts: Counts) -> None:
-        self._rows, self._start = rows, counts.mine.start
+        self._rows, self._start, self._counts = rows, counts.mine.start, counts
         self.shape = (counts.total, *rows.shape[1:])
         self.dtype, self.ndim = rows.dtype, rows.ndim
 
@@ -147,6 +147,13 @@ class RowsHere:
         """Return a range of rows of the global batch, which are here."""
         start, stop, _ = index[0].indices(self.shape[0])
         return self._rows[start - self._start : stop - self._start]
+
+    def whole(self) -> np.ndarray:
+        """Return the rows of all processes; every process calls this."""
+        of_row = self.dtype.itemsize * math.prod(self.shape[1:])
+        sizes = [of_row * each for each in self._counts.each]
+        parts = current().gather(_bytes_of(self._rows), sizes)
+        return np.concatenate(parts).view(self.dtype).reshape(self.shape)
 
 
 class RowExchange:

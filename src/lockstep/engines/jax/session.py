@@ -372,8 +372,9 @@ class JaxSession(Session):
         """Return an iterator over host batches."""
         iterator = (recorded_type(kind, MeshIterator) if recorded else MeshIterator)(**data)
         iterator.draws_ahead = self._programs.draws_ahead
-        is_known = kind is not PREDICT or is_built(self.model)
-        if is_known and not recorded and self._parts is None:
+        # A model that was never called is called on a whole batch; a file of predictions sums all.
+        is_known = kind is not PREDICT or (is_built(self.model) and not recorded)
+        if is_known and self._parts is None:
             iterator.let_rows_stay(self._programs.rows_stay)
         if self.is_compiled():
             iterator.ahead = self._programs.ahead

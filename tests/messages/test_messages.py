@@ -372,6 +372,8 @@ ONE_ARGUMENT = {
         )
         for name in ("directory", "every", "steps", "keep", "monitor", "mode", "learning_rate")
     },
+    "process_local": lockstep.process_local,
+    "split_reading": lockstep.split_reading,
     "Checkpoint, seconds": lambda value: lockstep.Checkpoint("run", seconds=value),
     "Profile, path": lockstep.Profile,
     "Profile, verbose": lambda value: lockstep.Profile(verbose=value),
@@ -383,6 +385,7 @@ MAY_BE = {
     "Checkpoint, seconds": [2.5],
     "Profile, path": [b"x\n"],
     "rowwise": [compiled],
+    "process_local": [compiled],
     "plan, model": [compiled],
     "predict, to": [compiled],
     "plan, say": [compiled],

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import GeneratorType
 from typing import Any
 
-from lockstep.errors import UnusableData
+from lockstep.errors import UnusableData, shown
 
 
 class OwnRandomNumbers:
@@ -173,13 +173,23 @@ def process_local(data: Any) -> ProcessLocal:
         >>> own = lockstep.process_local((x[rank::size], y[rank::size]))
         >>> _ = model.fit(own, batch_size=32, verbose=0)
     """
-    if data is None or isinstance(data, ProcessLocal):
-        what = "None" if data is None else repr(data)
+    if not _may_be_data(data):
+        what = repr(data) if isinstance(data, ProcessLocal) else shown(data)
         raise UnusableData(
             f"process_local was given {what}, and data of this process were expected.\n"
             "Give it a data set, a generator, an array or a tuple (x, y) of arrays."
         )
     return ProcessLocal(data)
+
+
+def _may_be_data(data: Any) -> bool:
+    """Return whether an object may hold rows: Keras checks its kind."""
+    if isinstance(data, list | tuple | dict):
+        parts = data.values() if isinstance(data, dict) else data
+        return any(part is not None and not isinstance(part, ProcessLocal) for part in parts)
+    if isinstance(data, ProcessLocal | str | bytes | set | frozenset) or hasattr(data, "fit"):
+        return False
+    return callable(data) or any(hasattr(data, name) for name in ("__iter__", "__getitem__"))
 
 
 def check_beside(data: Any, given: dict[str, Any]) -> None:

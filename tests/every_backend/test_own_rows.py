@@ -36,7 +36,8 @@ CASES = [
     *("several steps at once", "steps_per_epoch", "on_batch", "predict to a function"),
     *("fails in one process", "resumes arrays", "resumes a PyDataset", "resumes tf.data"),
     *("resumes a DataLoader", "resumes split", "resumes where rows stay", "rows stay"),
-    *("split reading", "split by workers", "split few rows"),
+    *("split reading", "split by workers", "split few rows", "sampler", "stops alone"),
+    *("resumes a sampler",),
 ]
 QUICK = (
     *("one ends early", "no rows from the start", "arrays", "on_batch", "fails in one process"),

@@ -7,6 +7,7 @@ is given the joined batches, made here by hand. The first process writes the dis
 import itertools
 import json
 import sys
+import time
 import warnings
 
 import keras
@@ -416,6 +417,16 @@ def all_drawn(batches):
     return drawn(batches_of(0, (4,), (6,)))
 
 
+def sampled(batches):
+    """A `DataLoader` whose sampler needs to be told the epoch."""
+    import torch
+
+    parts = [torch.from_numpy(each) for each in whole_arrays(batches_of(0, (4,), (6,)))]
+    rows = torch.utils.data.TensorDataset(*parts)
+    sampler = torch.utils.data.DistributedSampler(rows, size, rank, shuffle=True, seed=1)
+    return torch.utils.data.DataLoader(rows, 2, sampler=sampler)
+
+
 def sequence(batches):
     return Sequence(batches)
 
@@ -525,8 +536,50 @@ def rows_stay():
     return far
 
 
+def sampler():
+    """A `DistributedSampler` is told the epoch."""
+    import torch
+
+    rows = torch.utils.data.TensorDataset(torch.from_numpy(X[:24]), torch.from_numpy(Y[:24]))
+
+    def of(process):
+        return torch.utils.data.DistributedSampler(rows, size, process, shuffle=True, seed=1)
+
+    plain, made = dense(), lockstep.distribute(dense())
+    for epoch in (0, 1, 2):
+        every = []
+        for process in range(size):
+            order = of(process)
+            order.set_epoch(epoch)
+            cuts = np.array([*order]).reshape(-1, 4)
+            every.append([(X[cut], Y[cut]) for cut in cuts])
+        plain.fit(Sequence(joined(every)), shuffle=False, verbose=0)
+    loader = torch.utils.data.DataLoader(rows, 4, sampler=of(rank))
+    made.fit(own(loader), epochs=3, shuffle=False, verbose=0)
+    return distance(state(made), state(plain))
+
+
+def stops_alone():
+    """A callback of the last process stops: all end in words, at once."""
+
+    class StopsAlone(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 1 and rank == size - 1
+
+    made, start = lockstep.distribute(dense()), time.monotonic()
+    try:
+        made.fit(own(Sequence(of_all((4, 3, 2))[rank])), verbose=0, callbacks=[StopsAlone()])
+    except LockstepError as error:
+        said = str(error)
+    assert f"Process {size - 1} has left an epoch" in said, said
+    assert time.monotonic() - start < 100, "the patience of a process"
+    return 0.0
+
+
 own = lockstep.process_local
 CASES |= {
+    "sampler": sampler,
+    "stops alone": stops_alone,
     "rows stay": rows_stay,
     "split reading": split,
     "split by workers": lambda: split(workers=2, generator=True),
@@ -536,6 +589,7 @@ CASES |= {
     "resumes where rows stay": lambda: resumes(sequence, shares=(4, 4, 4)),
     "resumes tf.data": lambda: resumes(shuffled),
     "resumes a DataLoader": lambda: resumes(drawn),
+    "resumes a sampler": lambda: resumes(sampled),
     "resumes split": lambda: resumes(all_drawn, lockstep.split_reading),
     "fails on two": lambda: distance(fails_on_two().count_params(), dense().count_params()),
     "goes on": goes_on,

@@ -245,7 +245,7 @@ def _own_text(adapter: OwnRows) -> bytes:
     with adapter.random.drawn():
         states = {name: take_random_states().get(name) for name in ("numpy", "python", "torch")}
     arrays: dict[str, np.ndarray] = {}
-    own = [states, own_states(adapter.adapter), adapter.epochs]
+    own = [states, own_states(adapter.adapter), adapter.epochs, adapter.is_used]
     plain = to_plain(own, "own", arrays)
     kept = {name: [a.dtype.str, a.shape, a.tobytes().hex()] for name, a in arrays.items()}
     return zlib.compress(json.dumps([plain, kept]).encode(), 1)
@@ -257,7 +257,7 @@ def _put_own_text(adapter: OwnRows, text: bytes) -> None:
         name: np.frombuffer(bytes.fromhex(data), kind).reshape(shape).copy()
         for name, (kind, shape, data) in kept.items()
     }
-    states, own, adapter.epochs = from_plain(plain, arrays)
+    states, own, adapter.epochs, adapter.is_used = from_plain(plain, arrays)
     with adapter.random.drawn():
         put_random_states({name: state for name, state in states.items() if state is not None})
     put_own_states(adapter.adapter, own)

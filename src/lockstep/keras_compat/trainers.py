@@ -132,7 +132,9 @@ wrapped_by_keras = _read(None, "ddp_model", None, to=_is_given)
 _unbuilt_parts = _call(keras.Model if _FROM_3_16 else None, "_get_unbuilt_components")
 _BUILD_IF_NEEDED = _named(_JAX if _FROM_3_16 else None, "_maybe_symbolic_build")
 _next_batches = _call(EpochIterator, "_get_iterator")
-_named(EpochIterator, "_enumerate_iterator", "catch_stop_iteration", "reset")
+_named(
+    EpochIterator, "_enumerate_iterator", "_interrupted_warning", "catch_stop_iteration", "reset"
+)
 _held(EpochIterator, "_current_iterator", "_epoch_iterator", "_num_batches", "_steps_seen")
 
 

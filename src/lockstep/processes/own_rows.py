@@ -105,7 +105,8 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         draws_seeds: Whether a `tf.data.Dataset` is among the data: each pass draws a seed.
         adapter: Keras's adapter of the data of this process.
         random: The random numbers that they draw.
-        epochs: The passes that have ended, which a sampler of this process is told.
+        epochs: The number of the last pass, which a sampler of this process is told.
+        is_used: Whether that pass has begun to train, so that the next one has another number.
         is_split: Whether every process was given all data. A prediction then has all rows.
     """
 
@@ -122,7 +123,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         self._steps: int | None = given.get("steps_per_epoch")
         self._counts: deque[Counts] | None = None
         self._pass = 0
-        self._has_rows = False
+        self._has_rows = self.is_used = False
         self._is_checked = True
         self._rows = RowExchange(_warn)
         with self.random.drawn():
@@ -141,10 +142,13 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
     def _joined(self, begun: Iterator[tuple[Any, str]] | None = None) -> Iterator[Any]:
         self._pass += 1
         this, number = self._pass, 0
+        self.epochs += self.is_used
+        self.is_used = False
         batches, ended = self._new_pass() if begun is None else begun, False
         self._begin_pass()
         while this == self._pass:
             if ended and self._steps and number % self._steps == 0:
+                self.epochs += 1
                 batches, ended = self._new_pass(), False
                 self._begin_pass()
             batch, order = None, ""
@@ -156,14 +160,13 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
             found = self._rows.joined(None if batch is _END else batch, order)
             if found is None:
                 self._rows.close()
-                self.epochs += 1
                 if not self._has_rows:
                     raise UnusableData(
                         "The data of process_local have no batch in any process, and at least 1 is "
                         "needed.\nCheck the files or rows that the processes were given."
                     )
                 return
-            self._has_rows = True
+            self._has_rows = self.is_used = True
             number += 1
             joined, counts = found
             if self._counts is not None:
@@ -221,6 +224,14 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         with self.random.drawn():
             self.adapter.on_epoch_end()
 
+    def end_epoch(self) -> None:
+        """Check that all processes leave an epoch after the same step.
+
+        Raises:
+            ProcessesDisagree: If another one goes on.
+        """
+        self._rows.end()
+
     def of_all(self, mine: bytes) -> list[np.ndarray]:
         """Return the bytes of every process, given those of this one."""
         return self._rows.of_all(mine)
@@ -228,6 +239,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget what was drawn to build the model."""
         self._pass += 1
+        self.is_used = False
         enqueuer = getattr(self.adapter, "enqueuer", None)
         if enqueuer is not None:
             # Keras would put the queued batches before those of the first epoch.

@@ -202,7 +202,7 @@ class RowExchange:
         rows = len(arrays[0]) if arrays else 0
         check = _digests(arrays, rows) if self._is_first else []
         said = "" if name in self._sent else text
-        words = self._exchange.gather([rows, name, said, check, order])
+        words = self._gathered([rows, name, said, check, order])
         self._sent.add(name)
         for _, each, theirs, *_ in words:
             if theirs:
@@ -232,6 +232,26 @@ class RowExchange:
         ]
         whole = [np.concatenate(rows) for rows in zip(*of_each, strict=True)]
         return common.batch(whole), counts
+
+    def end(self) -> None:
+        """Say that this process takes no more batches in this epoch.
+
+        Raises:
+            ProcessesDisagree: If another process does.
+        """
+        self._gathered([])
+
+    def _gathered(self, mine: list[Any]) -> list[list[Any]]:
+        words = self._exchange.gather(mine)
+        if all(map(bool, words)) or not any(words):
+            return words
+        ended = next(rank for rank, word in enumerate(words) if not word)
+        other = next(rank for rank, word in enumerate(words) if word)
+        raise ProcessesDisagree(
+            f"Process {ended} has left an epoch, and process {other} goes on: a step needs every "
+            "process.\nLet every process stop after the same step (by the logs, say, and not by a "
+            "clock).\nThe weights are those after the last step of all."
+        )
 
     def of_all(self, mine: bytes) -> list[np.ndarray]:
         """Return the bytes of every process, given those of this one."""

@@ -77,6 +77,11 @@ class HostIterator(AnewAfterReset):
             # Keras's own last execution of an epoch counts steps that it does not have.
             yield first, min(last, self.num_batches - 1) if self.at_once else last, iterator
 
+    def _interrupted_warning(self) -> None:
+        # Rows of each process have a length that is known at their end alone.
+        if self.steps_per_epoch or not isinstance(self.data_adapter, OwnRows):
+            super()._interrupted_warning()
+
     def reset(self) -> None:
         """Discard the batches drawn for inspection, as Keras does before the first step."""
         super().reset()
@@ -147,6 +152,8 @@ class HostIterator(AnewAfterReset):
 
     def check_epoch(self) -> None:
         """Raise if another process drew different batches in this epoch."""
+        if isinstance(self.data_adapter, OwnRows):
+            self.data_adapter.end_epoch()
         if self._seen is not None:
             self._seen.check()
 

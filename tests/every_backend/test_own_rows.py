@@ -37,7 +37,7 @@ CASES = [
     *("fails in one process", "resumes arrays", "resumes a PyDataset", "resumes tf.data"),
     *("resumes a DataLoader", "resumes split", "resumes where rows stay", "rows stay"),
     *("split reading", "split by workers", "split few rows", "sampler", "stops alone"),
-    *("resumes a sampler",),
+    *("resumes a sampler", "steps of a pass"),
 ]
 QUICK = (
     *("one ends early", "no rows from the start", "arrays", "on_batch", "fails in one process"),

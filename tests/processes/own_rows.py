@@ -307,6 +307,22 @@ def steps():
     return distance(state(made), state(plain))
 
 
+def steps_of_a_pass():
+    """As many steps as batches: every epoch is a pass."""
+    every = of_all((4, 3, 2), (4, 4, 4))
+    plain, made = dense(), lockstep.distribute(dense())
+    given = {"epochs": 3, "steps_per_epoch": 4, "shuffle": False, "verbose": 0}
+    truth = plain.fit(Sequence(joined(every)), **given)
+    found = made.fit(own(lambda: iter(every[rank])), **given)
+    other = lockstep.distribute(dense())
+    other.fit(own(Sequence(every[rank])), **given)
+    return max(
+        distance(state(made), state(plain)),
+        distance(state(other), state(plain)),
+        distance(found.history, truth.history),
+    )
+
+
 def on_batch():
     """Each argument of `train_on_batch` and the like is wrapped by itself."""
     every = [batches[0] for batches in of_all((4, 3, 2))]
@@ -598,6 +614,7 @@ CASES |= {
     "fails in one process": fails,
 }
 CASES |= {"arrays": arrays, "class weights": class_weights, "steps_per_epoch": steps}
+CASES["steps of a pass"] = steps_of_a_pass
 
 
 def refused(call):

@@ -133,7 +133,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         self.draws_seeds = bool(self._rows.agreed(isinstance(self.adapter, TFDatasetAdapter)))
         agreed = self._rows.agreed(number)
         # With steps, a process that has ended begins anew at the end of an epoch.
-        self._num_batches = None if self._steps else agreed
+        self._num_batches = None if self._steps and not self.is_split else agreed
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """Yield the global batches."""
@@ -144,18 +144,15 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         this, number = self._pass, 0
         self.epochs += self.is_used
         self.is_used = False
-        batches, ended = self._new_pass() if begun is None else begun, False
+        batches = self._new_pass() if begun is None else begun
         self._begin_pass()
         while this == self._pass:
-            if ended and self._steps and number % self._steps == 0:
+            batch, order = self._next(batches)
+            begins_epoch = number and self._num_batches is None and self._begins_epoch(number)
+            if batch is _END and begins_epoch:
                 self.epochs += 1
-                batches, ended = self._new_pass(), False
-                self._begin_pass()
-            batch, order = None, ""
-            if not ended:
-                with self.random.drawn():
-                    batch, order = next(batches, (_END, ""))
-                ended = batch is _END
+                batches = self._new_pass()
+                batch, order = self._next(batches)
             self._rows.stays = self._stays if self._is_checked else None
             found = self._rows.joined(None if batch is _END else batch, order)
             if found is None:
@@ -173,6 +170,15 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
                 self._counts.append(counts)
             self._check(joined)
             yield joined
+
+    def _next(self, batches: Iterator[tuple[Any, str]]) -> tuple[Any, str]:
+        """Return the next batch of this process and the check of its order."""
+        with self.random.drawn():
+            return next(batches, (_END, ""))
+
+    def _begins_epoch(self, number: int) -> bool:
+        """Return whether an epoch begins after so many batches."""
+        return bool(self._steps) and number % int(self._steps or 1) == 0
 
     def counted_rows(self) -> deque[Counts]:
         """Return a queue that gets the rows of each process in the batches from now on."""

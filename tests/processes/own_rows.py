@@ -147,6 +147,25 @@ def dataset(batches):
     return tf.data.Dataset.from_tensor_slices(tuple(parts)).batch(len(batches[0][0]))
 
 
+class Pairs:
+    def __init__(self, batches):
+        self.pairs = list(
+            zip(*(np.concatenate(e) for e in zip(*batches, strict=True)), strict=True)
+        )
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, row):
+        return self.pairs[row]
+
+
+def of_grain(batches):
+    import grain
+
+    return grain.MapDataset.source(Pairs(batches)).to_iter_dataset().batch(len(batches[0][0]))
+
+
 def one_pass(batches):
     yield from batches
 
@@ -218,6 +237,7 @@ CASES = {
     "the first has no rows": lambda: compared(dense, one_pass, of_all((4, 3, 2), (0, 6, 5)), 1),
     "tf.data": lambda: compared(dense, dataset, of_all((4, 3, 2))),
     "DataLoader": lambda: compared(dense, loader, of_all((4, 3, 2))),
+    "Grain": lambda: compared(dense, of_grain, of_all((4, 3, 2))),
     "generator": lambda: compared(dense, one_pass, of_all((4, 3, 2)), 1),
     "function": lambda: compared(dense, lambda b: lambda: iter(b), of_all((4, 3, 2))),
     "workers": lambda: compared(

@@ -98,7 +98,7 @@ def _all_reports(processes, quick):
 
 
 def reports(processes, quick, case):
-    """What the processes of one run of many cases reported of one. A case that fails is the last."""
+    """What the processes of one run reported of a case. One that fails is the last of its run."""
     found, printed = _all_reports(processes, quick)
     assert case in found, printed[-3000:]
     return found[case]

@@ -16,6 +16,7 @@ from lockstep.keras_compat import (
     GeneratorDataAdapter,
     TFDatasetAdapter,
     TorchDataLoaderAdapter,
+    drop_queued,
     get_data_adapter,
     loader_of,
 )
@@ -246,11 +247,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         """Forget what was drawn to build the model."""
         self._pass += 1
         self.is_used = False
-        enqueuer = getattr(self.adapter, "enqueuer", None)
-        if enqueuer is not None:
-            # Keras would put the queued batches before those of the first epoch.
-            with enqueuer.ready_queue.mutex:
-                enqueuer.ready_queue.queue.clear()
+        drop_queued(self.adapter)
 
     @property
     def num_batches(self) -> int | None:

@@ -47,14 +47,9 @@ class SplitRows(OwnRows):
 
     def _in_order(self, batches: Iterator[Any]) -> Iterator[tuple[Any, str]]:
         """Yield the rows of this process in each global batch, `None` where it has none."""
-        seen = self._share.seen
         for batch in batches:
-            while not seen[0].has_rows:
-                yield None, seen.popleft().check
-            check = seen.popleft().check
-            yield tuple(keras.tree.map_structure(_as_array, batch)), check
-        while seen:
-            yield None, seen.popleft().check
+            rows = None if batch is None else tuple(keras.tree.map_structure(_as_array, batch))
+            yield rows, self._share.seen.popleft()
 
     def _check(self, batch: Any) -> None:
         """Compare the first global batch with one that this process reads whole.
@@ -81,14 +76,6 @@ class SplitRows(OwnRows):
             )
 
 
-class _Seen:
-    """A global batch: a check of its rows, and whether this process has some of them."""
-
-    def __init__(self, rows: list[Any], mine: list[Any]) -> None:
-        self.check = digest([repr(rows).encode()])
-        self.has_rows = bool(mine)
-
-
 class _Share:
     """A batch sampler that yields the rows of this process of each global batch.
 
@@ -97,14 +84,14 @@ class _Share:
 
     Attributes:
         sampler: What draws the rows.
-        seen: The global batches that have been drawn, and not been read.
+        seen: Checks of the global batches that have been drawn, and not been read.
         first: The rows of the first one of the last pass.
     """
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
         self.sampler = getattr(batches, "sampler", None)
-        self.seen: deque[_Seen] = deque()
+        self.seen: deque[str] = deque()
         self.first: list[Any] = []
         self._order: Iterator[Any] = iter(())
         self._ahead: list[Any] = []
@@ -133,10 +120,24 @@ class _Share:
             rows = [*drawn[0]]
             self.first = self.first or rows
             part = shard_rows(len(rows), size)[rank]
-            mine = rows[part.start : part.stop]
-            self.seen.append(_Seen(rows, mine))
-            if mine:
-                yield mine
+            self.seen.append(digest([repr(rows).encode()]))
+            yield rows[part.start : part.stop]
+
+
+class _Collate:
+    """Makes a batch of rows; `None` where this process has none.
+
+    So each process draws the same number of batches from the sampler.
+
+    Args:
+        collate: That of the `DataLoader`.
+    """
+
+    def __init__(self, collate: Any) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: Any) -> Any:
+        return self._collate(rows) if len(rows) else None
 
 
 def _loader_of(loader: Any, share: _Share) -> Any:
@@ -146,7 +147,7 @@ def _loader_of(loader: Any, share: _Share) -> Any:
         loader.dataset,
         batch_sampler=share,
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=_Collate(loader.collate_fn),
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,

@@ -14,7 +14,7 @@ from keras.src.backend.torch import numpy as backend_numpy
 from torch.overrides import TorchFunctionMode
 
 import lockstep
-from lockstep.engines.torch.exchange.waits import ANSWER, CALL, GATHER, NOTHING, parted
+from lockstep.core.rank_waits import ANSWER, CALL, GATHER, NOTHING, parted
 from lockstep.errors import ProcessesDisagree, UnsplitBatchWarning, UnsupportedModel
 from tests.precision import floats
 from tests.tiers import further
@@ -283,9 +283,8 @@ def test_rounding_that_a_layer_enlarges_is_no_alarm():
 def test_ranks_that_wait_for_different_things_are_told_apart():
     assert parted(((3, GATHER, 48), (2, GATHER, 48))) is None
     assert parted(((3, GATHER, 48), (2, NOTHING, 0))) is None
-    assert parted(((3, ANSWER, 0), (2, CALL, 0))) == (
-        "the first device waits for an answer, and replica 1 waits for its next call"
-    )
+    found = parted(((3, ANSWER, 0), (2, CALL, 0)))
+    assert found == ("for an answer", 1, "for its next call")
 
 
 def test_ranks_that_wait_in_different_exchanges_end_in_words(monkeypatch):

@@ -38,6 +38,8 @@ class Session:
     def first_work(self, kind, steps):
         return "compiling the step" if self.compiled and not steps else None
 
+    devices = ("cpu:0",)
+
     def is_compiled(self):
         return self.compiled
 

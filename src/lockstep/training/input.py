@@ -18,7 +18,7 @@ from lockstep.keras_compat import (
     drop_queued,
     number_of_rows,
 )
-from lockstep.processes.own_rows import OwnRows
+from lockstep.processes.own_rows import OwnRows, Passes
 from lockstep.training.arrays import plain_arrays, row_numbers
 
 
@@ -79,7 +79,7 @@ class HostIterator(AnewAfterReset):
 
     def _interrupted_warning(self) -> None:
         # Rows of each process have a length that is known at their end alone.
-        if self.steps_per_epoch or not isinstance(self.data_adapter, OwnRows):
+        if self.steps_per_epoch or not isinstance(self.data_adapter, OwnRows | Passes):
             super()._interrupted_warning()
 
     def reset(self) -> None:

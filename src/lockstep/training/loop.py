@@ -344,7 +344,7 @@ class Loop:
         model, session = self.model, self._session
         taker = taker_among(callbacks)
         own = type(x) is ProcessLocal and several()
-        if taker is None and keras_joins_predictions() and not own:
+        if taker is None and keras_joins_predictions() and not isinstance(x, ProcessLocal):
             return trainer_class().predict(model, x, batch_size, verbose, steps, callbacks)
         batches = self._batches(
             PREDICT,

@@ -10,14 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.torch.exchange.accelerators import (
-    exchanges_by_nccl,
-    is_gpu,
-    limit_memory,
-    wait_for,
-)
-from lockstep.engines.torch.exchange.placement import flattened
-from lockstep.engines.torch.exchange.waits import (
+from lockstep.core.rank_waits import (
     BROADCAST,
     COMPARE,
     GATHER,
@@ -26,6 +19,13 @@ from lockstep.engines.torch.exchange.waits import (
     SUM,
     Waits,
 )
+from lockstep.engines.torch.exchange.accelerators import (
+    exchanges_by_nccl,
+    is_gpu,
+    limit_memory,
+    wait_for,
+)
+from lockstep.engines.torch.exchange.placement import flattened
 from lockstep.engines.torch.torch_compat import next_operation_number
 from lockstep.errors import UnsupportedModel
 
@@ -203,9 +203,9 @@ class RankGroup:
         first, *others = [(names[kind], size) for kind, size in found]
         for rank, other in enumerate(others, 1):
             if other != first:
-                raise other_code(
+                raise UnsupportedModel(
                     f"The first device is about to {first[0]} {first[1]} bytes, and replica {rank} "
-                    f"to {other[0]} {other[1]}"
+                    f"to {other[0]} {other[1]}: they do not run the same code.\n{OTHER_CODE}"
                 )
 
     def _broadcast(self, flat: Any) -> None:
@@ -246,17 +246,11 @@ class RankGroup:
         return whole.to(rows.device)
 
 
-def other_code(what: str) -> UnsupportedModel:
-    """Return the error for ranks that exchange different things.
-
-    Args:
-        what: What they exchange.
-    """
-    return UnsupportedModel(
-        f"{what}: they do not run the same code.\nA layer or step may depend on the process, the "
-        "time, or a state that the model does not hold.\nMake it an attribute of the model, or "
-        "call lockstep.release(model)."
-    )
+OTHER_CODE = (
+    "A layer or step may depend on the process, the time, or a state that the model does not hold."
+    "\nMake it an attribute of the model, or call lockstep.release(model)."
+)
+"""Ends the error for ranks that exchange different things."""
 
 
 class LoneRank(RankGroup):

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.core.own_code import is_own
-from lockstep.engines.torch.exchange.group import HOST, PeerLost, RankGroup, other_code
+from lockstep.core.rank_waits import ANSWER, Waits, parted
+from lockstep.engines.torch.exchange.group import HOST, OTHER_CODE, PeerLost, RankGroup
 from lockstep.engines.torch.exchange.placement import torch_device_of
-from lockstep.engines.torch.exchange.waits import ANSWER, Waits, parted
 from lockstep.engines.torch.ranks.messages import BatchMemory, load_error, new_file
-from lockstep.errors import WorkerDied
+from lockstep.errors import UnsupportedModel, WorkerDied
 from lockstep.processes.coordination import patience
 
 _START = """\
@@ -285,7 +285,11 @@ class Pool:
         reports = [worker.report(deadline) for worker in self._workers]
         error = self._error_in(reports)
         if self._watch is not None and self._watch.parted:
-            error = other_code(f"For {self._watch.limit:g} seconds, {self._watch.parted}")
+            one, rank, another = self._watch.parted
+            error = UnsupportedModel(
+                f"For {self._watch.limit:g} seconds, the first device waits {one}, and replica "
+                f"{rank} waits {another}: they do not run the same code.\n{OTHER_CODE}"
+            )
         self.close()
         return error
 
@@ -358,7 +362,7 @@ class WorkerWatch:
 
     Attributes:
         stopped: The seconds that a killed worker had been stopped, by its process id.
-        parted: In which different exchanges the ranks have waited; `None` if they have not.
+        parted: What `rank_waits.parted` has returned, if the ranks have waited so for too long.
         limit: The seconds that they are given.
     """
 
@@ -370,7 +374,7 @@ class WorkerWatch:
         waits: Callable[[], tuple[tuple[int, ...], ...]] = tuple,
     ) -> None:
         self.stopped: dict[int, float] = {}
-        self.parted: str | None = None
+        self.parted: tuple[str, int, str] | None = None
         self._waits = waits
         self._workers = workers
         self._lost = lost

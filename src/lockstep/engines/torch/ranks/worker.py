@@ -105,10 +105,10 @@ class _Worker:
         import torch
         import torch.distributed as dist
 
+        from lockstep.core.rank_waits import Waits
         from lockstep.engines.torch.exchange.accelerators import make_current
         from lockstep.engines.torch.exchange.group import HOST, RankGroup
         from lockstep.engines.torch.exchange.placement import torch_device_of
-        from lockstep.engines.torch.exchange.waits import Waits
         from lockstep.engines.torch.ranks.messages import BatchMemory
         from lockstep.engines.torch.same_code.code_state import SetCode
 
@@ -127,7 +127,7 @@ class _Worker:
 
     def next_message(self) -> Any:
         """Return the bytes of the next message, as soon as there is one."""
-        from lockstep.engines.torch.exchange.waits import CALL
+        from lockstep.core.rank_waits import CALL
 
         with self._waits.waiting(CALL):
             return self._rank_0.recv_bytes()

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 NOTHING, CALL, ANSWER, RESULTS, GATHER, SUM, BROADCAST, COMPARE = range(8)
 
 _IN_WORDS = {
-    CALL: "waits for its next call",
-    ANSWER: "waits for an answer",
-    RESULTS: "waits for the results of its step",
-    GATHER: "waits to gather {} bytes",
-    SUM: "waits to sum {} bytes",
-    BROADCAST: "waits to broadcast {} bytes",
-    COMPARE: "waits to compare its next exchange",
+    CALL: "for its next call",
+    ANSWER: "for an answer",
+    RESULTS: "for the results of its step",
+    GATHER: "to gather {} bytes",
+    SUM: "to sum {} bytes",
+    BROADCAST: "to broadcast {} bytes",
+    COMPARE: "to compare its next exchange",
 }
 _EACH = 3
 """Numbers of one rank: how often it has waited, for what, and the bytes of an exchange."""
@@ -62,15 +62,18 @@ class Waits:
         return tuple(tuple(found[at : at + _EACH]) for at in range(0, len(found), _EACH))
 
 
-def parted(every: tuple[tuple[int, ...], ...]) -> str | None:
-    """Return how ranks wait that cannot go on, `None` if one works or all wait for the same.
+def parted(every: tuple[tuple[int, ...], ...]) -> tuple[str, int, str] | None:
+    """Return for what ranks wait that cannot go on, `None` if one works or all wait for the same.
 
     Args:
         every: What `Waits.every` has returned.
 
+    Returns:
+        What the first device waits for, the number of another one, and what that waits for.
+
     Example:
         >>> parted(((7, GATHER, 48), (5, CALL, 0)))
-        'the first device waits to gather 48 bytes, and replica 1 waits for its next call'
+        ('to gather 48 bytes', 1, 'for its next call')
         >>> parted(((7, GATHER, 48), (5, GATHER, 48)))
         >>> parted(((7, GATHER, 48), (5, NOTHING, 0)))
     """
@@ -80,5 +83,5 @@ def parted(every: tuple[tuple[int, ...], ...]) -> str | None:
     for rank, (_, *other) in enumerate(others, 1):
         if other != first:
             one, another = (_IN_WORDS[what].format(size) for what, size in (first, other))
-            return f"the first device {one}, and replica {rank} {another}"
+            return one, rank, another
     return None

@@ -68,7 +68,7 @@ def test_a_change_that_no_list_has_is_an_error_and_the_model_is_as_before(kind, 
     one, many = both(lambda: model_of(outside_state.Scaled(kind, name="scaled")))
     one.fit(X[:18], Y[:18], **OPTIONS)
     change = Changes(lambda: CHANGES[kind](monkeypatch))
-    error = r"In train step 4 of this fit .* the output of '.*scaled' differs .* step 2 agreed"
+    error = r"In train step 4 of this fit .* the output of '.*scaled' differs .* that agreed is 2\."
     with pytest.raises(ProcessesDisagree, match=error):
         many.fit(X, Y, callbacks=[change], **OPTIONS)
     assert_equal(one, many)

@@ -75,10 +75,9 @@ class RepeatedChecks:
         steps = self.steps[kind]
         place = "After" if after else "In"
         than = "between two runs of one device" if found.is_of_one else "from one device"
-        agreed = f"step {steps.agreed} agreed" if steps.agreed else "no step of it was compared"
-        step = f"{kind} step {steps.number} of this {steps.call}"
         return ProcessesDisagree(
-            f"{place} {step} of {model!r}, {found} {than}; {agreed}.\n"
+            f"{place} {kind} step {steps.number} of this {steps.call} of {model!r}, {found} {than}; "
+            f"the last step that agreed is {steps.agreed or 'none'}.\n"
             "What its code reads has changed where the other processes do not see it, so the steps "
             "since then may be wrong.\nKeep it in a variable or an attribute of a layer, or call "
             "lockstep.release(model); go on from an earlier file."

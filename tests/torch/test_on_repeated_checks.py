@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 import lockstep
 from lockstep.core.rank_waits import ANSWER, CALL, GATHER, NOTHING, parted
+from lockstep.engines.replicas.repeated_checks import Steps
+from lockstep.engines.replicas.sketches import is_about_to_overflow
 from lockstep.errors import ProcessesDisagree, UnsplitBatchWarning, UnsupportedModel
 from tests.precision import floats
 from tests.tiers import further
@@ -151,6 +153,33 @@ def test_a_function_of_keras_that_a_script_replaces_is_compared(monkeypatch):
     assert_equal(one.fit(X, Y, **OPTIONS).history, many.fit(X, Y, **OPTIONS).history)
     assert_equal(one, many)
     lockstep.release(many)
+
+
+@pytest.mark.filterwarnings("ignore:On PyTorch")
+def test_a_function_of_pytorch_that_a_script_replaces_is_compared(monkeypatch):
+    """No callback runs, and the model has layers of Keras alone. Workers do not get it."""
+    plain = torch.tanh
+    monkeypatch.setattr(torch, "tanh", lambda x: plain(x - x.mean(0)))
+    one, many = both(model_of)
+    assert_equal(one.fit(X, Y, **OPTIONS).history, many.fit(X, Y, **OPTIONS).history)
+    assert_equal(one, many)
+    lockstep.release(many)
+
+
+def test_a_long_loop_is_compared_again_and_again():
+    steps = Steps(call="train_on_batch", calls=1)
+    due = []
+    for steps.number in range(1, 1100):
+        due += [steps.number] if steps.are_due() else []
+    assert due == [2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024]
+
+
+def test_a_training_that_explodes_is_no_alarm():
+    """Squares of what a batch norm is given overflow on one device, and on several they do not."""
+    big = {"output/000/0/big": np.array([[3e19, 1.0, 1.0, 2.0]])}
+    assert is_about_to_overflow(big)
+    assert is_about_to_overflow({"output/000/0/big": np.array([[np.nan, 1.0, 1.0, 2.0]])})
+    assert not is_about_to_overflow({"output/000/0/small": np.array([[3.0, 1.0, 1.0, 2.0]])})
 
 
 class Rounds(TorchFunctionMode):

@@ -34,6 +34,7 @@ from lockstep.engines.replicas.sketches import (
     bounds_for,
     difference,
     has_entries,
+    is_about_to_overflow,
     sketch,
     steady,
 )
@@ -342,6 +343,8 @@ def _parted(
     one = steady(one, again, bounds)
     if (of_one := difference(one, [again], rows, bounds)) is not None:
         return replace(of_one, is_of_one=True)
+    if near is not None and is_about_to_overflow(one):
+        return None  # squares overflow on some devices alone
     return difference(one, several, rows, bounds, near)
 
 

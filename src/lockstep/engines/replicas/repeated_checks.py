@@ -1,7 +1,7 @@
 """Which steps of a call are compared with one device again, besides the first one of a form.
 
 What code reads may change between two steps in ways that no list completes. So its outcome is
-compared again. The intervals double, so that a long call compares few steps.
+compared again. The intervals double up to a bound, so that a long call compares few steps.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,9 @@ _KINDS = {
     "predict_on_batch": "predict",
 }
 """The kind of the steps of a call."""
+
+_MOST_BETWEEN = 256
+"""Steps between two comparisons, at most: a loop of calls on one batch has no end of an epoch."""
 
 
 @dataclass
@@ -39,10 +42,11 @@ class Steps:
     def are_due(self) -> bool:
         """Return whether the step that runs is compared, if code may run between two steps.
 
-        These are steps 2, 4, 8 and so on of a call, and the first steps of calls 2, 4, 8 and so on.
+        These are steps 2, 4, 8 and so on of a call, from 256 on each 256th one, and the first steps
+        of such calls.
         """
         number = self.calls if self.number == 1 else self.number
-        return number > 1 and number & (number - 1) == 0
+        return number > 1 and (number & (number - 1) == 0 or number % _MOST_BETWEEN == 0)
 
 
 class RepeatedChecks:
@@ -75,8 +79,9 @@ class RepeatedChecks:
         steps = self.steps[kind]
         place = "After" if after else "In"
         than = "between two runs of one device" if found.is_of_one else "from one device"
+        number, call = steps.number, steps.call
         return ProcessesDisagree(
-            f"{place} {kind} step {steps.number} of this {steps.call} of {model!r}, {found} {than}; "
+            f"{place} {kind} step {number} of this {call} of {model!r}, {found} {than}; "
             f"the last step that agreed is {steps.agreed or 'none'}.\n"
             "What its code reads has changed where the other processes do not see it, so the steps "
             "since then may be wrong.\nKeep it in a variable or an attribute of a layer, or call "

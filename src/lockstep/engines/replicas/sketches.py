@@ -160,6 +160,15 @@ _TIMES = 8
 """How many times as far as inputs that are rounded otherwise other processes may move a result."""
 
 
+_LARGEST = 1e15
+
+
+def is_about_to_overflow(one: Sketches) -> bool:
+    """Return whether training has exploded: the square of a result may be none in float32."""
+    norms = [seen[:, 0] for seen in one.values()]
+    return any(not np.all(np.abs(each) < _LARGEST) for each in norms)
+
+
 def steady(one: Sketches, again: Sketches, bounds: Bounds) -> Sketches:
     """Return sketches without the logs that are not the same twice on one device, but for losses.
 

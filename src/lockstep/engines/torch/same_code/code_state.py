@@ -285,7 +285,8 @@ def patches(modules: Iterable[str]) -> tuple[State, bool]:
     found: State = {}
     is_patched = False
     for place, owner in owners:
-        if place in known and known[place].are(vars(owner)):
+        key = place if place is not _NOT_SENT else (str(id(owner)), "")
+        if key in known and known[key].are(vars(owner)):
             continue
         patched = {}
         is_plain = True
@@ -294,10 +295,10 @@ def patches(modules: Iterable[str]) -> tuple[State, bool]:
                 is_plain = False
                 if type(value) is FunctionType:
                     patched[name] = value
-        if patched:
+        if patched and place is not _NOT_SENT:
             found[place] = patched
         if is_plain:
-            known[place] = Attributes(vars(owner))
+            known[key] = Attributes(vars(owner))
         is_patched |= not is_plain
     last[:] = [] if is_patched else [AllAttributes([vars(owner) for _, owner in owners])]
     return found, is_patched
@@ -358,7 +359,19 @@ def _installed(
             namespaces.add(id(vars(module)))
             parts = [("", module), *((each.__qualname__, each) for each in _classes_of(module))]
             owners += [((name, part), owner) for part, owner in parts]
+    owners += [(_NOT_SENT, owner) for owner in _OF_TORCH]
     return owners, namespaces, {}, []
+
+
+_NOT_SENT: Place = ("", "")
+_OF_TORCH: tuple[Any, ...] = (
+    torch,
+    torch.Tensor,
+    torch.linalg,
+    torch.nn.functional,
+    torch.special,
+)
+"""Where code of the user is looked for that stands in PyTorch itself. It is not sent."""
 
 
 def claims_other_home(function: FunctionType) -> bool:

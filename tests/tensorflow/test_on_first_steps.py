@@ -159,3 +159,32 @@ def test_a_process_is_as_before_after_a_failure_in_each_stage_of_a_first_step(tm
     assert not done
     many = losses(lockstep.distribute(compiled(Recurs(tmp_path / "many")), 2))
     np.testing.assert_allclose(many, right, rtol=1e-10)
+
+
+class LogsWithoutRank(keras.Model):
+    """Logs a number whose number of dims TensorFlow does not know."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {
+            "loss": loss,
+            "half": tf.numpy_function(lambda value: value / 2, [loss], loss.dtype),
+        }
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_a_log_of_an_unknown_number_of_dims():
+    x, y = data()
+    one, many = (
+        model_of(kind=LogsWithoutRank),
+        lockstep.distribute(model_of(kind=LogsWithoutRank), 3),
+    )
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    found = [made.fit(x, y, **options).history for made in (one, many)]
+    for name in ("loss", "half"):
+        np.testing.assert_allclose(found[1][name], found[0][name], rtol=0, atol=1e-10)
+    lockstep.release(many)

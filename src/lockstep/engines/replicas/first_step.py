@@ -34,6 +34,7 @@ from lockstep.engines.replicas.sketches import (
     bounds_for,
     difference,
     has_entries,
+    has_rank,
     is_about_to_overflow,
     sketch,
     steady,
@@ -131,7 +132,8 @@ class Recording:
     def logs(self, logs: Any) -> None:
         """Take the logs of a step."""
         for name, value in logs.items() if isinstance(logs, dict) else ():
-            if isinstance(value, int | float) or keras.ops.is_tensor(value):
+            is_known = keras.ops.is_tensor(value) and has_rank(value)
+            if isinstance(value, int | float) or is_known:
                 self._add(LOG, name, value)
 
     def gradients(self, variables: Any, gradients: Any) -> None:

@@ -52,6 +52,15 @@ def has_entries(value: Any) -> bool:
     return all(dim != 0 for dim in value.shape[1:])
 
 
+def has_rank(value: Any) -> bool:
+    """Return whether the number of dims of a tensor is known, as a sketch needs it."""
+    try:
+        len(value.shape)
+    except ValueError:  # of `tf.numpy_function`, say
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Bounds:
     """How far two runs may be apart, relative to the size of what is compared.

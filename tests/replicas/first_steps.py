@@ -10,6 +10,7 @@ import functools
 import hashlib
 import io
 import itertools
+import logging
 import os
 import queue
 import random
@@ -347,7 +348,19 @@ def _frame(frame):
     return frame.loc[0, "n"]
 
 
+def _level(logger):
+    logger.setLevel(logger.level + 1)
+    return logger.level
+
+
+def _digits(context):
+    context.prec += 1
+    return context.prec
+
+
 PUT_BACK = {
+    "the level of a logger": (lambda: logging.getLogger("tests.of.lockstep"), _level),
+    "a context of decimals": (lambda: decimal.Context(prec=5), _digits),
     "an environment variable": (lambda: _environ, lambda call: call()),
     "the context of decimals": (lambda: _decimals, lambda call: call()),
     "a matrix of SciPy": (lambda: scipy.sparse.csr_matrix(np.eye(2)), _matrix),

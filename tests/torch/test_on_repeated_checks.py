@@ -166,6 +166,28 @@ def test_a_function_of_pytorch_that_a_script_replaces_is_compared(monkeypatch):
     lockstep.release(many)
 
 
+FOUND = {"calls": 0}
+
+
+class Remembers(layers.Layer):
+    """Mixes the rows, and counts its calls in a module."""
+
+    def call(self, x):
+        FOUND["calls"] += 1
+        return x - ops.mean(x, axis=0)
+
+
+def test_code_of_the_user_that_runs_whole_is_not_said_to_be_exact():
+    _, many = both(lambda: model_of(Remembers(name="remembers")))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UnsplitBatchWarning)
+        many.fit(X, Y, **OPTIONS)
+    (said,) = [str(each.message) for each in caught if "'remembers'" in str(each.message)]
+    assert "Its first step agrees with one device." in said
+    assert "exact" not in said
+    lockstep.release(many)
+
+
 def test_a_long_loop_is_compared_again_and_again():
     steps = Steps(call="train_on_batch", calls=1)
     due = []

@@ -6,7 +6,9 @@ only runs forward, such as an iterator, or that others use too, such as a file, 
 """
 
 import _thread
+import decimal
 import io
+import logging
 import pickle
 import random
 import sys
@@ -99,8 +101,7 @@ class ObjectStates:
         self._named: set[tuple[int, str]] = set()
         self._bytes = 0
         self._waiting = list(roots)
-        if "decimal" in sys.modules:
-            self._undo.append(_with_decimals(sys.modules["decimal"].getcontext()))
+        self._undo.append(_with_decimals(decimal.getcontext()))
         while self._waiting:
             value = self._waiting.pop()
             if id(value) in self._seen or _is_plain(value):
@@ -230,6 +231,10 @@ class ObjectStates:
         kind = type(value)
         if kind in (SimpleNamespace, Namespace):
             self._keep_attributes(value, everything=True)
+        elif isinstance(value, logging.Logger):
+            self._undo.append(partial(_set_level, value, value.level))
+        elif isinstance(value, decimal.Context):
+            self._undo.append(_with_decimals(value))
         elif not _is_of_user(kind) and _top(kind) in sys.stdlib_module_names:
             if _OF_PYTHON.get(_top(kind), False):
                 self._keep_attributes(value)
@@ -450,6 +455,11 @@ def _with_decimals(context: Any) -> Callable[[], None]:
 
 
 _OF_DECIMALS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+
+def _set_level(logger: logging.Logger, level: int) -> None:
+    if logger.level != level:
+        logger.setLevel(level)  # which forgets what it has cached
 
 
 def _pickled(value: Any) -> bytes | None:

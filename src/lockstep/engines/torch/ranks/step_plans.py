@@ -105,7 +105,7 @@ class StepPlans:
         self._repeated = RepeatedChecks()
         self._last_of_epochs: list[tuple[Any, Route] | None] = []
         self._around: str | None = None
-        self._is_first_of_call = False
+        self._kind, self._is_first_of_call = "train", False
         self._begun: set[str] = set()
         self._left_unbuilt: dict[str, list[Any]] = {}
         self._unshared: set[str] = set()
@@ -121,7 +121,7 @@ class StepPlans:
         """
         runner, steps = self._runner, self._repeated.steps[kind]
         steps.number += 1
-        self._is_first_of_call = steps.number == 1
+        self._kind, self._is_first_of_call = kind, steps.number == 1
         around = around_operations()
         if runner.has_changed() or around != self._around:
             self._routes.clear()
@@ -525,26 +525,39 @@ class StepPlans:
         if layers:
             names = ", ".join(f"{name!r} ({reason})" for name, reason in layers.items())
             what = f"every device runs {names} of {self._model.name!r} on the whole batch"
-            self._warn(what, f"{advice_for(layers.values())}{_ON_JAX}")
+            self._warn(what, f"{advice_for(layers.values())}{_ON_JAX}", alone=False)
 
     def _warn_of_gathered(self, large: dict[str, str]) -> None:
         if large:
             names = ", ".join(f"{name!r} ({reason})" for name, reason in large.items())
             what = f"every device gathers the outputs of {self._model.name!r} for {names}"
-            self._warn(what, _ON_JAX)
+            self._warn(what, _ON_JAX, alone=False)
 
-    def _warn(self, what: str, remedy: str) -> None:
+    def _warn(self, what: str, remedy: str, *, alone: bool = True) -> None:
         if what not in self._warned and process_group.is_first():
             self._warned.add(what)
-            # Steps of the call from before a change were compared with other code, or with none.
-            compared = self._is_first_of_call and is_checked() and DRAWS not in what
-            compared = compared and not self._first_steps.unknown
-            known = known_of_alone(what, remedy) if compared else remedy
             warnings.warn(
-                f"On PyTorch {what}.\n{known}",
+                f"On PyTorch {what}.\n{self._known(what, remedy, alone=alone)}",
                 UnsplitBatchWarning,
                 stacklevel=2,
             )
+
+    def _known(self, what: str, remedy: str, *, alone: bool) -> str:
+        """Return what is known of the numbers of a step, and what to do.
+
+        Args:
+            what: How the step runs.
+            remedy: What to do.
+            alone: Whether one device runs it.
+        """
+        # Steps of the call from before a change were compared with other code, or with none.
+        compared = self._is_first_of_call and is_checked() and not self._first_steps.unknown
+        if not compared or DRAWS in what:
+            return remedy
+        if alone or not self._is_guessed(self._kind):
+            return known_of_alone(what, remedy)
+        # Code of the user's may keep a state that no worker has.
+        return f"Its first step agrees with one device. {remedy}"
 
 
 _MOST_SENT = 4

@@ -41,7 +41,7 @@
 
     LockstepWarning (UserWarning)
     ├── CheckpointWarning             a save failed, a damaged one was skipped, a resume is slow
-    ├── UnsplitBatchWarning           the result is exact, but devices repeat work
+    ├── UnsplitBatchWarning           a layer or batch is not split, and devices repeat work
     ├── NothingToDoWarning            an argument has no effect
     └── SerialBranchesWarning         two devices wait for each other
 

@@ -42,6 +42,7 @@
     LockstepWarning (UserWarning)
     ├── CheckpointWarning             a save failed, a damaged one was skipped, a resume is slow
     ├── UnsplitBatchWarning           a layer or batch is not split, and devices repeat work
+    ├── NotTracedWarning              a step cannot be traced, and runs by Keras's code
     ├── NothingToDoWarning            an argument has no effect
     └── SerialBranchesWarning         two devices wait for each other
 
@@ -287,6 +288,10 @@ class CheckpointWarning(LockstepWarning):
 
 class UnsplitBatchWarning(LockstepWarning):
     """A batch was not split: the results are exact, and the devices repeat work."""
+
+
+class NotTracedWarning(LockstepWarning):
+    """`jit_compile=True` was asked for on PyTorch, and a step cannot be a graph."""
 
 
 class NothingToDoWarning(LockstepWarning):

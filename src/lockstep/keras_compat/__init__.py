@@ -34,6 +34,7 @@ from lockstep.keras_compat.calls import (
     symbolic_calls,
     torch_current_device,
     torch_default_device,
+    traced_by_torch,
     tracked_collections,
 )
 from lockstep.keras_compat.data import (

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -118,6 +119,40 @@ def keys_replaced(replacement: Callable[[Any], Any]) -> Iterator[None]:
 
 
 _JAX_DRAW_SEED = "jax_draw_seed"
+
+
+@contextmanager
+def traced_by_torch(generator: Callable[[Any], Any], cond: Callable[..., Any]) -> Iterator[None]:
+    """Let Keras on PyTorch read no value in this thread inside the context.
+
+    keras/src/backend/torch/random.py, torch_seed_generator: it gives the number of a seed to a
+    generator. keras/src/backend/torch/core.py, cond: it is an `if`.
+
+    Args:
+        generator: Returns a generator, given the two numbers of a seed in one tensor.
+        cond: Runs both branches, given a tensor and these.
+    """
+    random, core = sys.modules[keras.src.backend.random.normal.__module__], _torch_core()
+    draw_seed = keras.src.random.seed_generator.draw_seed
+    plain, plain_cond = vars(random)[_TORCH_GENERATOR], core.cond
+    thread = threading.get_ident()
+
+    def seeded(seed: Any) -> Any:
+        if threading.get_ident() != thread or torch_current_device() == "meta":
+            return plain(seed)
+        return generator(draw_seed(seed))
+
+    def both(pred: Any, true_fn: Any, false_fn: Any) -> Any:
+        own = threading.get_ident() == thread and torch_current_device() != "meta"
+        if not own or isinstance(pred, bool):
+            return plain_cond(pred, true_fn, false_fn)
+        return cond(pred, true_fn, false_fn)
+
+    with replaced([(random, _TORCH_GENERATOR, seeded), (core, "cond", both)]):
+        yield
+
+
+_TORCH_GENERATOR = "torch_seed_generator"
 
 
 def torch_default_device() -> str:

@@ -143,14 +143,20 @@ class Recording:
                 gradient = keras.ops.convert_to_tensor(gradient)
                 self._add(GRADIENT, variable.path, keras.ops.reshape(gradient, (1, -1)))
 
-    def states(self, model: Any) -> None:
-        """Take the variables that a step changes besides the weights."""
+    def states(self, model: Any, values: dict[int, Any] | None = None) -> None:
+        """Take the variables that a step changes besides the weights.
+
+        Args:
+            model: The model.
+            values: The values of variables by their `id`, if they were not assigned.
+        """
+        values = values or {}
         rnns = {id(state) for state in rnn_states(model)}
         for variable in model.non_trainable_variables:
             if id(variable) in rnns or self.is_fixed(variable):
                 continue
             if "float" in variable.dtype:
-                value = keras.ops.reshape(variable.value, (1, -1))
+                value = keras.ops.reshape(values.get(id(variable), variable.value), (1, -1))
                 if has_entries(value):
                     self._add(STATE, variable.path, value)
 
@@ -315,6 +321,27 @@ def compare(
         if found is None or found.is_of_one or found.kind == OUTPUT:
             return found
     return found
+
+
+def agreed(
+    data: Any, alone: Callable[[Any], Recording], several: Recording, bounds: Bounds
+) -> Difference | None:
+    """Return in what a step on all rows parts from one device, `None` if they agree.
+
+    What rounding moves as far is no fault; see `compare`.
+
+    Args:
+        data: The batch.
+        alone: Runs a batch on one device.
+        several: What was computed of it otherwise.
+        bounds: How far they may be apart.
+    """
+    one, others = alone(data).sketches(), several.sketches()
+    found = difference(one, [others], 1, bounds)
+    if found is None:
+        return None
+    again, near = alone(data).sketches(), alone(_rounded_otherwise(data)).sketches()
+    return _parted(one, again, near, [others], 1, bounds)
 
 
 def _rounded_otherwise(data: Any) -> Any:

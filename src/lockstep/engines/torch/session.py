@@ -27,6 +27,7 @@ from lockstep.core.fit_lines import sharded_words
 from lockstep.core.layout import DataParallel, Layout
 from lockstep.core.left_out import LeftOutUsed
 from lockstep.core.state import bytes_of, named_variables, optimizers_of, variables_of
+from lockstep.core.patched import patched
 from lockstep.core.status import STATUS_OF_PROCESS
 from lockstep.engines.replicas.first_step import is_checked
 from lockstep.engines.torch.exchange.placement import (
@@ -42,6 +43,7 @@ from lockstep.engines.torch.ranks.pool import Lease
 from lockstep.engines.torch.ranks.pool_peers import PoolPeers
 from lockstep.engines.torch.ranks.step_plans import BUILDS, BY_ROWS, ON_WHOLE_BATCH, StepPlans
 from lockstep.engines.torch.ranks.step_runner import StepRunner
+from lockstep.engines.torch.ranks.traced_steps import is_asked_for
 from lockstep.engines.torch.sharded.sharded_variables import (
     is_sharded,
     made_on_host,
@@ -58,6 +60,7 @@ from lockstep.errors import (
     counted,
 )
 from lockstep.keras_compat import (
+    XLA,
     build_on_first_batch,
     is_built,
     layers_in,
@@ -162,7 +165,7 @@ class TorchSession(Session):
 
     def is_compiled(self) -> bool:
         """Return whether the first call of a step function compiles it."""
-        return len(self.devices) == 1 and bool(self.model.jit_compile)
+        return False
 
     @contextmanager
     def epoch(self, kind: Kind, batches: Any, callbacks: Any) -> Iterator[Execute]:
@@ -338,8 +341,9 @@ class SplitSession(TorchSession):
             line += f", starting {counted(workers, 'process')} for the other devices"
         if self.layout.is_sharded:
             line += self._sharded_words()
-        ignored = self._splits and self.model.jit_compile
-        line += ", without torch.compile" if ignored else ""
+        if self.model.jit_compile:
+            in_parts = self.layout.is_sharded or self.layout.micro_batch_size is not None
+            line += ", not traced" if in_parts else ", traced"
         draws = any("seed_generator_state" in v.path for v in self.model.non_trainable_variables)
         if self._splits and draws:
             apart = "each device" if self.layout.micro_batch_size is None else "each micro-batch"
@@ -365,7 +369,8 @@ class SplitSession(TorchSession):
 
     def _made(self, kind: Kind) -> Callable[[Any], Any]:
         """Make the step function: on several devices, or on one where it cannot be split."""
-        function = super()._made(kind)
+        with patched([(self.model, XLA, False)]):  # it is traced, without torch.compile
+            function = super()._made(kind)
         self._plans.forget(kind.name)
         return function
 
@@ -373,7 +378,8 @@ class SplitSession(TorchSession):
         batch = self._runner.next_batch(batches)
         if self._splits:
             self._autocast.check(kind)
-        result = self._by_route(kind, plain, batch) if self._splits else plain([batch])
+        is_routed = self._splits or is_asked_for(self.model)
+        result = self._by_route(kind, plain, batch) if is_routed else plain([batch])
         self._runner.note_values()
         return result
 
@@ -395,6 +401,10 @@ class SplitSession(TorchSession):
                 result = runner.step_on_whole_batch(kind, batch)
                 plans.ran_on_whole_batch(kind, route)
                 return result
+            if route.trace is not None:
+                return runner.traced_step(
+                    route.trace.number, kind, batch, draws=route.trace.draws
+                )
         except LeftOutUsed as used:
             raise UnsupportedModel(
                 f"A {kind} step of {self.model.name!r} uses {used}.\n"

@@ -30,6 +30,7 @@ def _lacking(what: object) -> UnsupportedFramework:
 
 try:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch._functorch.compile_utils import fx_graph_cse as without_duplicates
     from torch.overrides import _get_current_function_mode as current_function_mode
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.overrides import _pop_mode_temporarily as pop_mode_temporarily
@@ -73,3 +74,12 @@ for _owner, _names in ATTRIBUTES:
     for _name in _names.split():
         if _owner is not None and not hasattr(_owner, _name):
             raise _lacking(f"{_owner!r} has no {_name}")
+
+
+def sharding_rules() -> set[Any]:
+    """Return the operations for which `DTensor` has a rule."""
+    from torch.distributed.tensor import DTensor
+
+    rules = DTensor._op_dispatcher.sharding_propagator
+    tables = (rules.op_to_rules, rules.op_strategy_funcs, rules.op_single_dim_strategy_funcs)
+    return {operation for table in tables for operation in table}

@@ -70,7 +70,7 @@ def recorded_step(
 
     with (
         unchanged_objects(model),
-        _unchanged_tensors(model, tensors, every=is_custom),
+        unchanged_tensors(model, tensors, every=is_custom),
         same_draws_for_all_rows(),
         without_updates(model, lambda: recording),
     ):
@@ -98,7 +98,7 @@ def stock_step(model: Any, kind: str, data: Any) -> Any:
 
 
 @contextmanager
-def _unchanged_tensors(model: Any, others: Sequence[Any], *, every: bool) -> Iterator[None]:
+def unchanged_tensors(model: Any, others: Sequence[Any], *, every: bool) -> Iterator[None]:
     """Put back what a step without an update changes; with `every`, all tensors of the model."""
     with parts_for_pytorch():
         parameters = list(model.parameters())

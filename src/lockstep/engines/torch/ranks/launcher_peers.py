@@ -16,6 +16,8 @@ from lockstep.engines.torch.ranks.rank import Rank
 from lockstep.engines.torch.same_code.model_pickle import Dumped
 from lockstep.engines.torch.same_code.settings import checksum
 from lockstep.engines.torch.sharded.sharded_variables import is_sharded
+from lockstep.engines.torch.steps.replica import random_state
+from lockstep.engines.torch.traced.rank_traces import TraceAnswer
 from lockstep.errors import ProcessesDisagree, UnsupportedModel
 from lockstep.keras_compat import stored_value
 from lockstep.processes.agreement import DataCheck
@@ -209,6 +211,20 @@ class LauncherPeers(Peers):
         _, (_, *greatest) = once([mine.is_of_one, *astuple(mine)])
         return Difference(*greatest) if greatest[0] else None
 
+    def agreed_trace(self, answers: list[TraceAnswer]) -> TraceAnswer:
+        """Return what all processes say of a trace: each runs its graph, or none does."""
+        (mine,) = answers
+        least, greatest = once([mine.reason, mine.exchanges, mine.draws])
+        if greatest[0]:
+            return TraceAnswer(greatest[0])
+        return super().agreed_trace([TraceAnswer(*least), TraceAnswer(*greatest)])
+
+    def common_state(self) -> Any:
+        """Return the state of the first process, from which every process draws."""
+        state = random_state()
+        self._group.ranks.broadcast_in_place([each for each in state if each is not None])
+        return state
+
     def _held(self) -> list[Any]:
         return [v for v in self._whole() if id(v) in self._shared]
 
@@ -275,3 +291,4 @@ class LauncherPeers(Peers):
                 "update,\nso that the processes have parts of two steps.\n"
                 "Build it anew, and resume from a lockstep.Checkpoint."
             )
+

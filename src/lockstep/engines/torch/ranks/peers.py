@@ -26,6 +26,8 @@ from lockstep.engines.torch.ranks.rank import (
 )
 from lockstep.engines.torch.same_code.model_pickle import Dumped
 from lockstep.engines.torch.sharded.sharded_variables import Shards, shards_in
+from lockstep.engines.torch.steps.replica import random_state
+from lockstep.engines.torch.traced.rank_traces import TraceAnswer
 from lockstep.errors import UnsupportedModel
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -253,6 +255,19 @@ class Peers(ABC):
     def agreed_difference(self, found: Difference | None) -> Difference | None:
         """Return the difference that all processes act on."""
         return found
+
+    def agreed_trace(self, answers: list[TraceAnswer]) -> TraceAnswer:
+        """Return what all ranks say of a trace, given the answers that are known here."""
+        first, *others = sorted(answers, key=lambda answer: answer.reason, reverse=True)
+        if first.reason:
+            return first
+        if any(each != first for each in others):
+            return TraceAnswer("does not exchange the same in every process")
+        return first
+
+    def common_state(self) -> Any:
+        """Return the state of PyTorch's random numbers from which every rank draws."""
+        return random_state()
 
     def note_values(self, *, changes: bool) -> None:
         """Note the values that any step has left.

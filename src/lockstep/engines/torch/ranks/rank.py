@@ -27,6 +27,8 @@ from lockstep.engines.torch.steps.replica import (
 )
 from lockstep.engines.torch.steps.steps import run_step
 from lockstep.engines.torch.steps.whole_batch_steps import WholeBatchSteps, numbers_in
+from lockstep.engines.torch.traced.rank_traces import RankTraces, TraceAnswer
+from lockstep.engines.torch.traced.trace import Computed
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import layers_in, own_trainable_variables
 from lockstep.training.overrides import is_keras
@@ -75,6 +77,12 @@ class Question(Marked[Arguments, Answer]):
     is_answered = True
 
 
+class QuestionOnBatch(Question[Arguments, Answer]):
+    """The same, with a batch as the first argument: a pool has it in memory that all read."""
+
+    has_batch = True
+
+
 class Rank:
     """One model on the device of this process.
 
@@ -93,6 +101,7 @@ class Rank:
         plan: How the layers run in a step.
         losses: How the losses and metrics are computed.
         whole_batch: The steps that run on the whole batch.
+        traces: The steps that were traced.
         streams: The random numbers of this rank.
         draws_together: Whether every rank draws the random numbers of the global batch.
         tensors: The tensors that the code of the model reaches, in the order of all ranks.
@@ -123,6 +132,7 @@ class Rank:
         self._drawn_from: list[Any] = []
         self.losses = LossSharding(model)
         self.whole_batch = WholeBatchSteps(model)
+        self.traces = RankTraces(model, device)
         self._undo: Undo
 
     def forget_model(self) -> None:
@@ -232,6 +242,35 @@ class Rank:
         run = self._on_whole_batch(batch, kind, training, state, distrusted)
         watch = self.whole_batch.watched
         return recorded_step(self.model, run, is_custom=True, tensors=self.tensors, watch=watch)
+
+    @QuestionOnBatch
+    def trace(
+        self, batch: Any, number: int, kept: list[int], kind: str, training: bool
+    ) -> TraceAnswer:
+        """Trace a step for batches like this one; see `RankTraces`."""
+        self._begin_step(training)
+        return self.traces.trace(number, kept, kind, batch, self._connected())
+
+    @CallOnBatch
+    def traced_step(self, batch: Any, number: int, training: bool, state: Any) -> Any:
+        """Run a traced step, and return the logs or predictions, which are those of every rank.
+
+        Args:
+            batch: The global batch.
+            number: The number of the trace.
+            training: The mode of the modules of PyTorch.
+            state: The state of PyTorch's random numbers, if it draws.
+        """
+        self._begin_step(training)
+        computed = self.traces.run(number, batch, state, self._connected())
+        computed.write()
+        return computed.result
+
+    @CallOnBatch
+    def tried_traced_step(self, batch: Any, number: int, training: bool, state: Any) -> Computed:
+        """Run a traced step, and return what it computes. The model is as before after it."""
+        self._begin_step(training)
+        return self.traces.try_out(number, batch, state, self._connected())
 
     def _on_whole_batch(
         self, batch: Any, kind: str, training: bool, state: Any, distrusted: Any

@@ -35,6 +35,7 @@ from lockstep.engines.torch.first_step.first_step import recorded_step, stock_st
 from lockstep.engines.torch.first_step.row_proofs import RowProofs
 from lockstep.engines.torch.ranks.rank import RankPlan
 from lockstep.engines.torch.ranks.step_runner import StepRunner
+from lockstep.engines.torch.ranks.traced_steps import Trace, TracedSteps
 from lockstep.engines.torch.sharded.sharded_variables import made_on_host
 from lockstep.engines.torch.steps.layers import Plan, ReasonsByNumber, copied_states
 from lockstep.engines.torch.steps.micro_batches import check_layers
@@ -58,6 +59,7 @@ from lockstep.training.build import build, is_ready_for_custom_step, unbuilt
 from lockstep.training.probe_helpers import calls_watched
 
 BY_ROWS, ON_WHOLE_BATCH, ALONE, BUILDS = "by rows", "on the whole batch", "alone", "builds"
+TRACED = "traced"
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,16 @@ class Route:
     Attributes:
         how: `BY_ROWS`: by all ranks; `ON_WHOLE_BATCH`: they share calls of layers; `ALONE`: by the
             first one; `BUILDS`: by the first one, which makes variables. All processes of a
-            launcher run it, and take the first one's values.
+            launcher run it, and take the first one's values; `TRACED`: by all ranks, as a graph.
         reason: Why not by rows.
         plan: How each rank runs layers and losses by rows.
+        trace: The graph.
     """
 
     how: str
     reason: str = ""
     plan: RankPlan = ((), (), True, None)
+    trace: Trace | None = None
 
 
 class StepPlans:
@@ -109,6 +113,7 @@ class StepPlans:
         self._begun: set[str] = set()
         self._left_unbuilt: dict[str, list[Any]] = {}
         self._unshared: set[str] = set()
+        self._traces = TracedSteps(model, runner, layout)
         self._with_left_out: dict[str, str] = {}
         self._warned: set[str] = set()
 
@@ -130,21 +135,42 @@ class StepPlans:
         route = self._routes.get(key)
         try:
             if route is None:
-                route = self._found(kind, batch)
+                is_lone = self._size == 1 and self._most is None
+                route = Route(ALONE) if is_lone else self._found(kind, batch)
+            route = self._traced(kind, batch, route)
             if runner.user_code_between_steps and steps.are_due():
                 self._compare_again(kind, batch, route)
         except LeftOutUsed as used:
             self._with_left_out[kind] = used.why
             route = self._alone(used.why)
-        if route.how in (BY_ROWS, ALONE):  # the user's own step may keep what forbids sharing
+        if route.how in (BY_ROWS, ALONE) and self._size > 1:  # the user's own step may keep what forbids sharing
             self._routes[key] = route
         if self._last_of_epochs:
             self._last_of_epochs[-1] = batch, route
         return route
 
+    def _traced(self, kind: str, batch: Any, route: Route) -> Route:
+        """Return the route of a traced step, if it can be one, or else the given one."""
+        has_left_out = kind in self._with_left_out or kind in self._first_steps.alone
+        if route.how == BUILDS or self._around is not None or has_left_out:
+            return route
+        steps = self._repeated.steps[kind]
+        trace = self._traces.of(kind, batch)
+        if trace is None:
+            return route
+        if trace.is_new and is_checked():
+            found = self._traces.difference(kind, batch, trace)
+            if found is not None:
+                self._traces.refuse(kind, f"in its {kind} step, {found} from one device")
+                return route
+            steps.agreed = steps.number
+        trace.is_new = False
+        return Route(TRACED, trace=trace)
+
     def begin_call(self, name: str) -> None:
         """Note that a method of the model is called."""
         self._repeated.begin_call(name)
+        self._traces.begin_call(name)
 
     @contextmanager
     def epoch(self, kind: str, *, changes: bool, own_data: bool) -> Iterator[None]:
@@ -172,6 +198,7 @@ class StepPlans:
         self._first_steps.forget(kind)
         self._with_left_out.pop(kind, None)
         self._routes.clear()
+        self._traces.forget()
 
     def _found(self, kind: str, batch: Any) -> Route:
         if kind in self._with_left_out:
@@ -458,6 +485,8 @@ class StepPlans:
             find = self._difference(kind, data, rows, lambda most: (*plan, most), repeated=True)
         elif route.how == ON_WHOLE_BATCH:
             find = self._custom_difference(kind, batch, repeated=True)
+        elif route.trace is not None:
+            find = partial(self._traces.difference, kind, batch, route.trace)
         if find is None:
             return
         found = find()

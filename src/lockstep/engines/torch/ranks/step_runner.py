@@ -25,6 +25,8 @@ from lockstep.engines.torch.steps.layers import Plan
 from lockstep.engines.torch.steps.loss_sharding import LossSharding
 from lockstep.engines.torch.steps.replica import Draws, random_state
 from lockstep.engines.torch.steps.split_checks import form_of_rows
+from lockstep.engines.torch.traced.rank_traces import TraceAnswer
+from lockstep.engines.torch.traced.trace import Computed
 from lockstep.engines.torch.steps.whole_batch_steps import (
     SUM_OF_WEIGHTS,
     WholeBatchSteps,
@@ -261,6 +263,50 @@ class StepRunner:
                         "or the time.\nMake it an attribute of the model, or call "
                         "lockstep.release(model)."
                     )
+
+    def trace(self, number: int, kept: list[int], kind: str, batch: Any) -> TraceAnswer:
+        """Let every rank trace a step for batches like this one; see `RankTraces`.
+
+        Args:
+            number: The number of the trace.
+            kept: The numbers of the other traces that are still used.
+            kind: `"train"`, `"test"` or `"predict"`.
+            batch: The global batch.
+        """
+        with self.peers.connected():
+            self._make_equal()
+            answers = self.peers.ask(Rank.trace, batch, number, kept, kind, self._model.training)
+            return self.peers.agreed_trace([each for each in answers if each])
+
+    def traced_step(self, number: int, kind: str, batch: Any, *, draws: bool) -> Any:
+        """Run one traced step on all devices, and return the logs or predictions.
+
+        Args:
+            number: The number of the trace.
+            kind: `"train"`, `"test"` or `"predict"`.
+            batch: The global batch.
+            draws: Whether the step draws from PyTorch's own random numbers.
+        """
+        with self.peers.connected():
+            self._make_equal()
+            result = self._traced(Rank.traced_step, number, batch, draws=draws)
+            self._trained |= kind == "train"
+            self.peers.note_step()
+        return result
+
+    def tried_traced_step(self, number: int, batch: Any, *, draws: bool) -> Computed:
+        """Run one traced step without an update, and return what it computes here."""
+        with self.peers.connected():
+            self._make_equal()
+            return self._traced(Rank.tried_traced_step, number, batch, draws=draws)
+
+    def _traced(
+        self, step: Call[[Any, int, bool, Any], Answer], number: int, batch: Any, *, draws: bool
+    ) -> Answer:
+        training = self._model.training
+        state = self.peers.common_state() if draws else None
+        with self.peers.compared(("traced", number)):
+            return self.peers.call(step, batch, number, training, state)
 
     def _make_equal(self) -> None:
         if self.peers.make_equal(self.unchecked, self.dumped):

@@ -1,0 +1,166 @@
+"""Which steps of a model run as graphs, and which are not traced, and why."""
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import torch
+
+from lockstep.core.layout import Layout
+from lockstep.engines.replicas.first_step import can_be_tried
+from lockstep.engines.replicas.sketches import Difference
+from lockstep.engines.torch.ranks.step_runner import StepRunner
+from lockstep.engines.torch.traced.comparison import compared
+from lockstep.errors import NotTracedWarning, UnsupportedModel
+from lockstep.processes import process_group
+
+
+@dataclass
+class Trace:
+    """The graph of steps of one kind on batches of one form.
+
+    Attributes:
+        number: Its number in the ranks.
+        draws: Whether it draws from PyTorch's own random numbers.
+        is_new: Whether it has not run yet.
+    """
+
+    number: int
+    draws: bool
+    is_new: bool = True
+
+
+class TracedSteps:
+    """The traced steps of one model, if `compile` was given `jit_compile=True`.
+
+    Args:
+        model: The model.
+        runner: Runs its steps on all devices.
+        layout: How it is laid out.
+    """
+
+    def __init__(self, model: Any, runner: StepRunner, layout: Layout) -> None:
+        self._model = model
+        self._runner = runner
+        self._layout = layout
+        self._traces: dict[Any, Trace] = {}
+        self._seen: Counter[Any] = Counter()
+        self._refused: dict[str, str] = {}
+        self._number = 0
+        self._bytes: Any = None
+        self._unused = 0
+
+    def begin_call(self, name: str) -> None:
+        """Note that a method of the model is called."""
+        self._unused = 0
+
+    def forget(self) -> None:
+        """Trace anew: the model may be compiled differently."""
+        self._traces.clear()
+        self._refused.clear()
+        self._seen.clear()
+
+    def of(self, kind: str, batch: Any) -> Trace | None:
+        """Return the graph that runs a step, `None` where Keras's code runs it.
+
+        Args:
+            kind: `"train"`, `"test"` or `"predict"`.
+            batch: Tensors or `None`, in the structure that the step takes.
+        """
+        if not is_asked_for(self._model) or kind in self._refused:
+            return None
+        if self._has_changed():
+            self._traces.clear()
+        key = self._form(kind, batch)
+        trace = self._traces.get(key)
+        if trace is None:
+            self._seen[key] += 1
+            if self._seen[key] == 1 or self._unused >= _MOST_UNUSED:
+                return None
+            trace = self._made(kind, batch)
+            if trace is None:
+                return None
+            self._traces[key] = trace
+        return trace
+
+    def difference(self, kind: str, batch: Any, trace: Trace) -> Difference | None:
+        """Return in what a traced step parts from one device, `None` if it does not."""
+        runner = self._runner
+        found = None
+        computed = runner.tried_traced_step(trace.number, batch, draws=trace.draws)
+        found = compared(self._model, kind, batch, computed, runner.tensors())
+        return runner.peers.agreed_difference(found)
+
+    def refuse(self, kind: str, reason: str) -> None:
+        """Let Keras's code run steps of this kind from now on, and say why."""
+        self._refused[kind] = reason
+        if process_group.is_first():
+            warnings.warn(
+                f"jit_compile=True was asked for, and the {kind} step of {self._model.name!r} is "
+                f"not traced: {reason}.\nIts steps run by Keras's code, with the same numbers. "
+                "Change that line, or leave jit_compile out.",
+                NotTracedWarning,
+                stacklevel=2,
+            )
+
+    def _made(self, kind: str, batch: Any) -> Trace | None:
+        reason = self._reason()
+        if reason is None:
+            self._number += 1
+            self._unused += 1
+            kept = [trace.number for trace in self._traces.values()]
+            answer = self._runner.trace(self._number, kept, kind, batch)
+            if not answer.reason:
+                return Trace(self._number, answer.draws)
+            reason = answer.reason
+        self.refuse(kind, reason)
+        return None
+
+    def _reason(self) -> str | None:
+        """Return why no step of the model can be traced, `None` if it may be."""
+        if self._layout.is_sharded:
+            return "its state is sharded"
+        if self._layout.micro_batch_size is not None:
+            return "its batches run in parts"
+        if torch.is_autocast_enabled(self._runner.rank.device.type):
+            return "torch.autocast is around it"
+        if not can_be_tried(self._model):
+            return "it holds an object whose state cannot be set back"
+        if self._bytes is None:
+            return "it holds what cannot be pickled, so that a change of it is not seen"
+        return None
+
+    def _has_changed(self) -> bool:
+        """Return whether the model, or what its code reads, has changed since the last look."""
+        runner = self._runner
+        if not runner.unchecked and self._bytes is not None:
+            return False
+        before = self._bytes
+        try:
+            dumped = runner.dumped()
+            self._bytes = dumped.data, tuple(map(id, dumped.tensors)), runner.times_sent()
+        except UnsupportedModel:
+            self._bytes = None
+        return before != self._bytes or self._bytes is None
+
+    def _form(self, kind: str, batch: Any) -> Any:
+        leaves = keras.tree.flatten(batch)
+        forms = tuple(
+            (leaf.dtype, tuple(leaf.shape), leaf.stride())
+            if isinstance(leaf, torch.Tensor)
+            else type(leaf)
+            for leaf in leaves
+        )
+        structure = str(keras.tree.map_structure(lambda leaf: 0, batch))
+        return kind, structure, forms, self._model.training
+
+
+def is_asked_for(model: Any) -> bool:
+    """Return whether steps of a model are to be traced."""
+    return bool(getattr(model, "jit_compile", False))
+
+
+_MOST_UNUSED = 8
+"""Traces that one call makes, at most."""

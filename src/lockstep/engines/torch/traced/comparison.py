@@ -1,0 +1,125 @@
+"""Compares a traced step with Keras's own step on one device, before any update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+from lockstep.core.patched import patched
+from lockstep.core.state import optimizers_of, unique
+from lockstep.engines.replicas.first_step import Recording, agreed, unchanged_objects
+from lockstep.engines.replicas.sketches import STATE, Difference, bounds_for
+from lockstep.engines.torch.exchange.placement import copies
+from lockstep.engines.torch.first_step.first_step import stock_step, unchanged_tensors
+from lockstep.engines.torch.traced.trace import Computed
+from lockstep.keras_compat import own_trainable_variables, stored_value
+
+
+def compared(
+    model: Any, kind: str, batch: Any, traced: Computed, tensors: list[Any]
+) -> Difference | None:
+    """Return in what a traced step parts from Keras's step on one device, `None` if it does not.
+
+    Outputs, logs, gradients and states are compared by sketches, as in a first step. Optimizers of
+    the one device are given the gradients of the traced step: an update may enlarge their rounding,
+    and so is compared by itself.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        batch: The global batch.
+        traced: What the traced step has computed.
+        tensors: Tensors that code of the model reaches besides its variables.
+    """
+    updated: dict[int, Any] = {}
+
+    def alone(some: Any) -> Recording:
+        return _recorded(model, kind, some, tensors, traced.gradients, updated)
+
+    several = _sketched(model, kind, traced)
+    found = agreed(batch, alone, several, bounds_for(model, several.dtypes))
+    return found or _update_difference(traced, updated)
+
+
+def _sketched(model: Any, kind: str, traced: Computed) -> Recording:
+    recording = Recording(model)
+    for variables, gradients in zip(traced.updates, traced.gradients, strict=True):
+        recording.gradients(variables, gradients)
+    _add_result(recording, model, kind, traced.result)
+    pairs = zip(traced.variables, traced.values, strict=True)
+    recording.states(model, {id(variable): value for variable, value in pairs})
+    return recording
+
+
+def _add_result(recording: Recording, model: Any, kind: str, result: Any) -> None:
+    if kind == "predict":
+        recording.outputs(model, result)
+    else:
+        recording.logs(result)
+
+
+def _recorded(
+    model: Any,
+    kind: str,
+    batch: Any,
+    tensors: list[Any],
+    given: list[list[Any]],
+    updated: dict[int, Any],
+) -> Recording:
+    """Run Keras's step on one device, with an update by the gradients that are given."""
+    recording, lists = Recording(model), iter(given)
+    before = {id(v): v for _, each in optimizers_of(model) for v in each.variables}
+
+    def applying(optimizer: Any) -> Callable[..., None]:
+        plain = optimizer.apply
+
+        # keras/src/optimizers/base_optimizer.py, BaseOptimizer.apply
+        def apply(grads: Any, trainable_variables: Any = None) -> None:
+            variables = trainable_variables or own_trainable_variables(optimizer)
+            recording.gradients(variables, grads)
+            plain(copies(next(lists, list(grads))), trainable_variables)
+
+        return apply
+
+    changes = [(each, "apply", applying(each)) for _, each in optimizers_of(model)]
+    with unchanged_objects(model), unchanged_tensors(model, tensors, every=True):
+        with patched(changes):
+            result = stock_step(model, kind, copies(batch))
+        with torch.no_grad():
+            _add_result(recording, model, kind, result)
+            recording.states(model)
+            for variable in unique([*model.trainable_variables, *before.values()]):
+                updated.setdefault(id(variable), stored_value(variable).detach().clone())
+    return recording
+
+
+def _update_difference(traced: Computed, updated: dict[int, Any]) -> Difference | None:
+    """Return which variable the two updates leave with other values."""
+    values = {id(v): value for v, value in zip(traced.variables, traced.values, strict=True)}
+    known = {id(variable): variable for variable in traced.all_variables}
+    for number, alone in updated.items():
+        variable = known.get(number)
+        if variable is None:
+            continue
+        old = stored_value(variable).detach()
+        new = values.get(number, old)
+        moved, apart = (torch.linalg.vector_norm(_wide(a) - _wide(b)) for a, b in (
+            (alone, old), (alone, new)
+        ))
+        size = torch.linalg.vector_norm(_wide(alone))
+        last = torch.finfo(alone.dtype).eps if alone.is_floating_point() else 0.0
+        if not float(apart) <= _RELATIVE * float(moved) + 8 * last * float(size):
+            if not bool(torch.isfinite(alone).all()):
+                continue
+            distance = float(apart) / max(float(moved), 1e-30)
+            return Difference(STATE, variable.path, distance)
+    return None
+
+
+def _wide(tensor: Any) -> Any:
+    return tensor.to(torch.float64)
+
+
+_RELATIVE = 1e-4
+"""How far two updates by the same gradients may be apart, relative to their size."""

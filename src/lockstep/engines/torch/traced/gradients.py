@@ -1,0 +1,92 @@
+"""What code of a step sees in a trace in place of the model's own tensors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lockstep.engines.torch.traced.draws import SeededGenerator, draw_in_graph
+
+
+class TracedTensors(TorchFunctionMode):  # type: ignore[misc]
+    """Lets the functions of PyTorch inside the context use other tensors than the model's own.
+
+    `make_fx` does not trace `backward`, so it becomes `torch.autograd.grad`. Random numbers of
+    Keras are drawn within the graph.
+
+    Args:
+        stand_ins: What stands for each tensor of the model, by the `id` of this one.
+        trained: The tensors among the stand-ins that take gradients.
+        summed: Returns gradients of the global batch, given those of the rows of this rank.
+        whole: Returns a tensor as every rank has it.
+    """
+
+    def __init__(
+        self,
+        stand_ins: dict[int, Any],
+        trained: list[Any],
+        summed: Callable[[Sequence[Any]], list[Any]],
+        whole: Callable[[Any], Any],
+    ) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+        self._trained = trained
+        self._summed = summed
+        self._whole = whole
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        arguments, options = self._replaced(arguments), self._replaced(options or {})
+        if function is torch.Tensor.backward:
+            return self._backward(*arguments, **options)
+        if isinstance(options.get("generator"), SeededGenerator):
+            return draw_in_graph(self._whole, function, arguments, options)
+        special = _SPECIAL.get(function)
+        if special is not None:
+            return special(*arguments, **options)
+        return function(*arguments, **options)
+
+    def _replaced(self, nest: Any) -> Any:
+        if isinstance(nest, torch.Tensor):
+            return self._stand_ins.get(id(nest), nest)
+        if type(nest) in (list, tuple):
+            return type(nest)(map(self._replaced, nest))
+        if type(nest) is dict:
+            return {name: self._replaced(value) for name, value in nest.items()}
+        return nest
+
+    def _backward(
+        self,
+        loss: Any,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        wanted = self._trained if inputs is None else list(inputs)
+        found = torch.autograd.grad(
+            loss,
+            wanted,
+            None if gradient is None else (gradient,),
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+        reached = [number for number, each in enumerate(found) if each is not None]
+        with torch.no_grad():
+            summed = self._summed([found[number] for number in reached])
+        for number, total in zip(reached, summed, strict=True):
+            before = wanted[number].grad
+            wanted[number].grad = total if before is None else before + total
+
+
+def _foreach_add_(tensors: Any, others: Any, *, alpha: Any = 1) -> Any:
+    """Add with a factor that is a tensor: PyTorch would read its value."""
+    if isinstance(alpha, torch.Tensor):
+        others, alpha = torch._foreach_mul(others, alpha), 1
+    return torch._foreach_add_(tensors, others, alpha=alpha)
+
+
+_SPECIAL: dict[Any, Any] = {torch._foreach_add_: _foreach_add_}

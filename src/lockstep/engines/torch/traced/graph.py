@@ -1,0 +1,275 @@
+"""The graph of a traced step: cleaned, with few exchanges, and run on the ranks."""
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.func import functionalize
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lockstep.engines.torch.exchange.group import RankGroup
+from lockstep.engines.torch.torch_compat import without_duplicates
+
+_BUCKET = 25 * 2**20
+"""Bytes that one exchange takes, at most, but for a single larger tensor."""
+
+_RUNNING: ContextVar[RankGroup] = ContextVar("lockstep_group_of_graph")
+
+
+@contextmanager
+def exchanging(group: RankGroup) -> Iterator[None]:
+    """Let graphs inside the context exchange tensors over these ranks."""
+    token = _RUNNING.set(group)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def traced(step: Callable[..., Any], inputs: list[Any]) -> GraphModule:
+    """Return the graph of a function of tensors. No operation in it writes into a tensor.
+
+    Args:
+        step: The function.
+        inputs: Its arguments: their values are not looked at.
+    """
+    first = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    first.graph.eliminate_dead_code()
+    first.recompile()
+    with torch.no_grad():
+        pure = make_fx(functionalize(first), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    pure.graph.eliminate_dead_code()
+    return pure
+
+
+def cleaned(module: GraphModule, rank: int, size: int) -> GraphModule:
+    """Compute nothing twice, and let sums that can travel together do so.
+
+    Args:
+        module: The graph of a rank.
+        rank: Its number.
+        size: The number of ranks.
+    """
+    _free_constants(module.graph)
+    graph, depth = _by_depth(without_duplicates(module.graph))
+    _merge_sums(graph, depth)
+    _bind(graph, rank, size)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return GraphModule(module, graph)
+
+
+def exchanges(graph: Graph) -> list[str]:
+    """Return what the ranks exchange in a run, in its order: all of them have to do the same."""
+    return [
+        f"{node.target}{tuple(node.args[0].meta['val'].shape)}{node.args[0].meta['val'].dtype}"
+        for node in graph.nodes
+        if node.target in (_SUM, _GATHER)
+    ]
+
+
+def draws(graph: Graph) -> bool:
+    """Return whether a run draws random numbers of PyTorch."""
+    return any(map(_is_draw, graph.nodes))
+
+
+# ------------------------------------------------------------------------- fewer exchanges
+
+
+def _free_constants(graph: Graph) -> None:
+    """Let tensors that have the shape alone of another one not wait for its value."""
+    fills = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
+    for node in list(graph.nodes):
+        fill = fills.get(node.target)
+        if node.target is aten.full_like.default:
+            fill = node.args[1]
+        if fill is None or not isinstance(fill, int | float):
+            continue
+        value = node.meta["val"]
+        options = {"dtype": value.dtype, "device": value.device}
+        if not value.is_contiguous():
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(aten.full.default, (list(value.shape), fill), options)
+        new.meta.update(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _by_depth(graph: Graph) -> tuple[Graph, dict[Node, int]]:
+    """Return a graph that computes all it can before each exchange, and the depth of its nodes.
+
+    The depth is the number of exchanges that a node needs. Random numbers are drawn in the order
+    of the step.
+    """
+    depth: dict[Node, int] = {}
+    drawn = 0
+    for node in graph.nodes:
+        depth[node] = max((depth[each] for each in node.all_input_nodes), default=0)
+        if node.target is _WAIT:
+            depth[node] += 1
+        elif _is_draw(node):
+            depth[node] = drawn = max(drawn, depth[node])
+    ends = {"placeholder": -1, "output": len(depth)}
+    order = sorted(graph.nodes, key=lambda node: ends.get(node.op, depth[node]))
+    new = Graph()
+    copies: dict[Node, Node] = {}
+    for node in order:
+        copies[node] = new.node_copy(node, lambda each: copies[each])
+    return new, {copies[node]: number for node, number in depth.items()}
+
+
+def _merge_sums(graph: Graph, depth: dict[Node, int]) -> None:
+    """Let sums of one type and depth be one exchange."""
+    alike: dict[Any, list[list[Node]]] = {}
+    for node in graph.nodes:
+        if node.target is not _REDUCE or node.args[1] != "sum":
+            continue
+        batches = alike.setdefault((depth[node], node.meta["val"].dtype), [[]])
+        if batches[-1] and sum(map(_bytes, [*batches[-1], node])) > _BUCKET:
+            batches.append([])
+        batches[-1].append(node)
+    for batches in alike.values():
+        for batch in batches:
+            if len(batch) > 1:
+                _merge(graph, batch)
+
+
+def _bytes(node: Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel() * value.element_size())
+
+
+def _merge(graph: Graph, sums: list[Node]) -> None:
+    """Replace sums by one of their flat parts, where the last of them stands."""
+    last, values = sums[-1], [node.meta["val"] for node in sums]
+    sizes = [value.numel() for value in values]
+
+    def add(target: Any, *arguments: Any, value: Any = None) -> Node:
+        node = graph.call_function(target, arguments)
+        node.meta["val"] = value
+        return node
+
+    with graph.inserting_before(last):
+        flat = [add(aten.reshape.default, node.args[0], [-1]) for node in sums]
+        whole = values[0].new_empty(sum(sizes))
+        joined = add(aten.cat.default, flat, value=whole)
+        done = add(_WAIT, add(_REDUCE, joined, *last.args[1:], value=whole), value=whole)
+        pieces = add(aten.split_with_sizes.default, done, sizes)
+        outputs = [
+            add(aten.reshape.default, add(operator.getitem, pieces, number), list(value.shape))
+            for number, value in enumerate(values)
+        ]
+    for node, output in zip(sums, outputs, strict=True):
+        for wait in list(node.users):
+            wait.replace_all_uses_with(output)
+            graph.erase_node(wait)
+        graph.erase_node(node)
+
+
+def _is_draw(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and not _is_fixed(node)
+
+
+def _is_fixed(node: Node) -> bool:
+    """Return whether an operation that may draw does not."""
+    return "attention" in str(node.target)
+
+
+# ------------------------------------------------------------------------- exchanges of the ranks
+
+
+@torch.library.custom_op("lockstep::sum_of_ranks", mutates_args=())
+def sum_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor over the ranks."""
+    return _RUNNING.get().sum(tensor)
+
+
+@sum_of_ranks.register_fake
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("lockstep::gather_ranks", mutates_args=())
+def gather_ranks(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the rows of all ranks, of which each has as many."""
+    return _RUNNING.get().gather(tensor, (len(tensor),) * size)
+
+
+@gather_ranks.register_fake
+def _rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    return tensor.new_empty((len(tensor) * size, *tensor.shape[1:]))
+
+
+aten = torch.ops.aten
+_SUM, _GATHER = torch.ops.lockstep.sum_of_ranks.default, torch.ops.lockstep.gather_ranks.default
+_REDUCE = torch.ops._c10d_functional.all_reduce.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+
+
+def _bind(graph: Graph, rank: int, size: int) -> None:
+    """Let the exchanges that `DTensor` has asked for be those of the ranks."""
+    for node in list(graph.nodes):
+        if node.target is _WAIT:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        make = _EXCHANGES.get(node.target)
+        if make is None:
+            continue
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(make(graph, node, rank, size))
+        graph.erase_node(node)
+
+
+def _gathered(graph: Graph, tensor: Any, size: int, value: Any) -> Node:
+    node = graph.call_function(_GATHER, (tensor, size))
+    node.meta["val"] = value
+    return node
+
+
+def _reduced(graph: Graph, node: Node, rank: int, size: int) -> Node:
+    tensor, how = node.args[:2]
+    value = node.meta["val"]
+    if how in ("sum", "avg"):
+        total = graph.call_function(_SUM, (tensor,))
+        total.meta["val"] = value
+        return total if how == "sum" else graph.call_function(aten.div.Scalar, (total, size))
+    first = graph.call_function(aten.unsqueeze.default, (tensor, 0))
+    first.meta["val"] = value[None]
+    every = _gathered(graph, first, size, value[None].expand(size, *value.shape))
+    return graph.call_function(_OF_ALL[how], (every, [0] if how in ("max", "min") else 0))
+
+
+_OF_ALL = {
+    "max": aten.amax.default,
+    "min": aten.amin.default,
+    "product": aten.prod.dim_int,
+}
+
+
+def _scattered(graph: Graph, node: Node, rank: int, size: int) -> Node:
+    total = graph.call_function(_SUM, (node.args[0],))
+    total.meta["val"] = node.args[0].meta["val"]
+    rows = len(node.meta["val"])
+    own = graph.call_function(aten.slice.Tensor, (total, 0, rank * rows, (rank + 1) * rows))
+    scale = node.args[1] == "avg"
+    return graph.call_function(aten.div.Scalar, (own, size)) if scale else own
+
+
+def _all_gathered(graph: Graph, node: Node, rank: int, size: int) -> Node:
+    return _gathered(graph, node.args[0], size, node.meta["val"])
+
+
+_EXCHANGES: dict[Any, Callable[[Graph, Node, int, int], Node]] = {
+    _REDUCE: _reduced,
+    _ALL_GATHER: _all_gathered,
+    _REDUCE_SCATTER: _scattered,
+}

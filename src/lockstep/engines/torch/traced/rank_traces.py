@@ -1,0 +1,139 @@
+"""The traced steps of one rank, by their number."""
+
+import hashlib
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.engines.torch.exchange.group import PeerLost, RankGroup
+from lockstep.engines.torch.steps.replica import random_state, set_random_state
+from lockstep.engines.torch.traced.graph import exchanging
+from lockstep.engines.torch.traced.split import Mesh
+from lockstep.engines.torch.traced.trace import Computed, TracedStep, Untraceable
+
+
+@dataclass(frozen=True)
+class TraceAnswer:
+    """What a rank says of a trace.
+
+    Attributes:
+        reason: Why there is none; `""` if there is.
+        exchanges: A hash of what a run exchanges.
+        draws: Whether a run draws from PyTorch's own random numbers.
+    """
+
+    reason: str = ""
+    exchanges: str = ""
+    draws: bool = False
+
+
+class RankTraces:
+    """The traced steps of one rank.
+
+    Args:
+        model: The model.
+        device: The PyTorch device of this rank.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._steps: dict[int, TracedStep] = {}
+        self._meshes: dict[tuple[int, int], Mesh] = {}
+
+    def trace(
+        self, number: int, kept: Sequence[int], kind: str, batch: Any, group: RankGroup
+    ) -> TraceAnswer:
+        """Trace a step, and return whether this was possible.
+
+        Args:
+            number: Its number.
+            kept: The numbers of the other traces that are still used.
+            kind: `"train"`, `"test"` or `"predict"`.
+            batch: A global batch of its form.
+            group: The ranks.
+        """
+        self._steps = {each: step for each, step in self._steps.items() if each in kept}
+        try:
+            step = TracedStep(self._model, kind, batch, self._mesh(group))
+        except Exception as error:  # any code of the user's may raise anything there
+            return TraceAnswer(_reason(error))
+        self._steps[number] = step
+        exchanges = hashlib.blake2b(repr(step.exchanges).encode(), digest_size=16).hexdigest()
+        return TraceAnswer("", exchanges, step.draws)
+
+    def run(self, number: int, batch: Any, state: Any, group: RankGroup) -> Computed:
+        """Compute a step; no tensor of the model changes.
+
+        Args:
+            number: The number of its trace.
+            batch: The global batch.
+            state: The state of PyTorch's random numbers, if it draws.
+            group: The ranks.
+        """
+        step = self._steps[number]
+        if state is not None:
+            set_random_state(state)
+        with exchanging(group):
+            computed = step.run(batch)
+        group.check()
+        return computed
+
+    def try_out(self, number: int, batch: Any, state: Any, group: RankGroup) -> Computed:
+        """Compute a step as `run`, and leave PyTorch's random numbers as they are."""
+        before = random_state()
+        try:
+            return self.run(number, batch, state, group)
+        finally:
+            set_random_state(before)
+
+    def _mesh(self, group: RankGroup) -> Mesh | None:
+        if group.size == 1:
+            return None
+        place = group.rank, group.size
+        if place not in self._meshes:
+            self._meshes[place] = Mesh(*place, self._device.type)
+        return self._meshes[place]
+
+
+def _reason(error: Exception) -> str:
+    """Return why a step could not be traced, and the line of the user's code, in one line."""
+    if isinstance(error, PeerLost):
+        raise error
+    place = ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_of_library(frame.filename)]
+    if own:
+        place = f"{own[-1].filename}, line {own[-1].lineno}: {(own[-1].line or '').strip()}"
+    if isinstance(error, Untraceable):
+        return str(error)
+    layers = [name for name in map(_layer_of, frames) if name]
+    text = next((line for line in _lines(error) if line), type(error).__name__)
+    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__:
+        text = "Python reads the value of a tensor"
+    what = f"in {layers[-1]}" if layers else ""
+    return " ".join(filter(None, [_short(text), what, f"({place})" if place else ""]))
+
+
+def _lines(error: Exception) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if "Exception encountered" not in line]
+
+
+def _short(text: str) -> str:
+    text = text.replace("\x1b[1m", "").replace("\x1b[0m", "")
+    return text if len(text) <= _MOST else text[: _MOST - 3] + "..."
+
+
+_MOST = 160
+
+
+def _layer_of(frame: Any) -> str:
+    return frame.name if "/keras/src/layers/" in frame.filename else ""
+
+
+def _is_of_library(path: str) -> bool:
+    parts = path.replace("\\", "/").split("/")
+    return "site-packages" in parts or "lockstep" in parts or path.startswith("<")

@@ -1,0 +1,278 @@
+"""Traces one step to a graph: Keras's own or the user's, with its gradients and its update."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import keras
+import torch
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.fx import GraphModule
+
+from lockstep.core.held_signals import HeldSignals
+from lockstep.core.patched import patched
+from lockstep.core.state import optimizers_of, unique, variables_of
+from lockstep.engines.replicas.first_step import unchanged_objects
+from lockstep.engines.torch.first_step.first_step import stock_step
+from lockstep.engines.torch.traced.draws import seeded
+from lockstep.engines.torch.traced.gradients import TracedTensors
+from lockstep.engines.torch.traced.graph import cleaned, draws, exchanges, traced
+from lockstep.engines.torch.traced.split import Mesh, SplitOperations, own_rows
+from lockstep.keras_compat import (
+    GLOBAL_SEED_GENERATOR,
+    global_state,
+    own_trainable_variables,
+    stored_value,
+    traced_by_torch,
+)
+
+
+class Untraceable(Exception):
+    """A step cannot be a graph; the message ends a sentence about its model."""
+
+
+class TracedStep:
+    """The graph of a step on the rows of this rank.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        batch: The global batch, in the structure that the step takes: tensors, or `None`.
+        mesh: The ranks; `None` for one.
+
+    Attributes:
+        variables: The variables of the model.
+        updates: The variables that each update of an optimizer is given, in their order.
+        exchanges: What the ranks exchange in a run.
+        draws: Whether a run draws from PyTorch's own random numbers.
+
+    Raises:
+        Untraceable: If it cannot be a graph.
+    """
+
+    def __init__(self, model: Any, kind: str, batch: Any, mesh: Mesh | None) -> None:
+        self._model, self._kind, self._mesh = model, kind, mesh
+        self.variables = _variables(model)
+        self.updates: list[list[Any]] = []
+        self._batch = batch
+        self._rows = {len(leaf) for leaf in _tensors(batch) if leaf.ndim}
+        self._outputs: tuple[Any, list[Any]] = None, []
+        self._gradients = 0
+        inputs = [*map(_value, self.variables), *self.own(batch)]
+        named = mesh.named() if mesh is not None else nullcontext()
+        with unchanged_objects(model), implicit_replication(), named, _without_warnings():
+            module = traced(self._step, inputs)
+        self._batch = None
+        if mesh is not None:
+            module = cleaned(module, mesh.rank, mesh.size)
+        self.exchanges, self.draws = exchanges(module.graph), draws(module.graph)
+        self._module, self._changed = self._without_unchanged(module)
+
+    def own(self, batch: Any) -> list[Any]:
+        """Return what this rank takes of the tensors of a batch."""
+        mesh = self._mesh
+        return [
+            leaf if mesh is None or not leaf.ndim else own_rows(leaf, mesh.rank, mesh.size)
+            for leaf in _tensors(batch)
+        ]
+
+    def run(self, batch: Any) -> "Computed":
+        """Compute a step; no tensor of the model changes.
+
+        Args:
+            batch: The global batch, of the form of the traced one.
+        """
+        with torch.no_grad():
+            found = self._module(*map(_value, self.variables), *self.own(batch))
+        gradients, found = found[: self._gradients], found[self._gradients :]
+        values, outputs = found[: len(self._changed)], found[len(self._changed) :]
+        changed = [self.variables[number] for number in self._changed]
+        parts, lists = iter(gradients), []
+        for variables, reached in zip(self.updates, self._reached, strict=True):
+            lists.append([next(parts) if has else None for _, has in zip(variables, reached)])
+        result = self._result(iter(outputs))
+        return Computed(self.updates, lists, self.variables, changed, list(values), result)
+
+    def _result(self, outputs: Iterator[Any]) -> Any:
+        structure, leaves = self._outputs
+        filled = [next(outputs) if leaf is _TENSOR else leaf for leaf in leaves]
+        packed = keras.tree.pack_sequence_as(structure, filled)
+        # Flattening sorts the keys of a dict, and bars show logs in their order.
+        return {name: packed[name] for name in structure} if type(packed) is dict else packed
+
+    def _step(self, *inputs: Any) -> tuple[Any, ...]:
+        """Run the step on tensors that stand for those of the model and the batch."""
+        mesh, count = self._mesh, len(self.variables)
+        whole = _same if mesh is None else mesh.whole
+        values, rows = [each.clone() for each in inputs[:count]], iter(inputs[count:])
+        mapping, stand_ins, trained = [], {}, []
+        for variable, value in zip(self.variables, values, strict=True):
+            stand_in = value if mesh is None else mesh.everywhere(value)
+            if _value(variable).requires_grad:
+                stand_in = stand_in.detach().requires_grad_()
+                trained.append(stand_in)
+            mapping.append((variable, stand_in))
+            stand_ins[id(_value(variable))] = stand_in
+        batch = keras.tree.map_structure(lambda leaf: self._split(leaf, rows), self._batch)
+        given: list[Any] = []
+        self.updates, self._reached = [], []
+        with ExitStack() as contexts:
+            scope = contexts.enter_context(keras.StatelessScope(state_mapping=mapping))
+            contexts.enter_context(traced_by_torch(seeded, partial(_both, scope)))
+            contexts.enter_context(self._noted_updates(given, whole))
+            summed = list if mesh is None else mesh.summed
+            contexts.enter_context(TracedTensors(stand_ins, trained, summed, whole))
+            if mesh is not None:
+                contexts.enter_context(SplitOperations(mesh))
+            result = stock_step(self._model, self._kind, batch)
+            known = {id(variable) for variable in self.variables}
+            if any(each not in known for each in scope.state_mapping):
+                raise Untraceable("assigns to a variable that the model does not hold")
+            new = [whole(scope.get_current_value(each).detach()) for each in self.variables]
+            outputs = [
+                whole(leaf.detach())
+                for leaf in keras.tree.flatten(result)
+                if isinstance(leaf, torch.Tensor)
+            ]
+        self._outputs = keras.tree.map_structure(lambda leaf: 0, result), [
+            _TENSOR if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in keras.tree.flatten(result)
+        ]
+        self._gradients = len(given)
+        return (*given, *new, *outputs)
+
+    def _split(self, leaf: Any, rows: Iterator[Any]) -> Any:
+        if leaf is None:
+            return None
+        own = next(rows)
+        return own if self._mesh is None or not leaf.ndim else self._mesh.rows(own, len(leaf))
+
+    @contextmanager
+    def _noted_updates(self, given: list[Any], whole: Callable[[Any], Any]) -> Iterator[None]:
+        """Note the gradients that optimizers are given inside the context."""
+
+        def noting(optimizer: Any) -> Callable[..., Any]:
+            plain = optimizer.apply
+
+            # keras/src/optimizers/base_optimizer.py, BaseOptimizer.apply
+            def apply(grads: Any, trainable_variables: Any = None) -> Any:
+                variables = trainable_variables or own_trainable_variables(optimizer)
+                self.updates.append(list(variables))
+                self._reached.append([each is not None for each in grads])
+                given.extend(whole(each.detach()) for each in grads if each is not None)
+                return plain(grads, trainable_variables)
+
+            return apply
+
+        changes = [(each, "apply", noting(each)) for _, each in optimizers_of(self._model)]
+        with patched(changes):
+            yield
+
+    def _without_unchanged(self, module: GraphModule) -> tuple[GraphModule, list[int]]:
+        """Let a graph not return the values of variables that it does not change."""
+        graph = module.graph
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        found = list(output.args[0])
+        first, count = self._gradients, len(self.variables)
+        values = found[first : first + count]
+        changed = [n for n, value in enumerate(values) if value is not placeholders[n]]
+        kept = [*found[:first], *(values[n] for n in changed), *found[first + count :]]
+        output.args = (tuple(kept),)
+        graph.eliminate_dead_code()
+        for node in graph.nodes:
+            if node.op == "call_function" and _writes(node.target):
+                raise Untraceable("writes into a tensor that is no variable of Keras")
+        module.recompile()
+        return module, changed
+
+
+class Computed(NamedTuple):
+    """What a run of a graph has computed.
+
+    Attributes:
+        updates: The variables that each update of an optimizer was given.
+        gradients: Their gradients; `None` where there is none.
+        all_variables: The variables of the model.
+        variables: The variables that change.
+        values: Their new values.
+        result: The logs or predictions.
+    """
+
+    updates: list[list[Any]]
+    gradients: list[list[Any]]
+    all_variables: list[Any]
+    variables: list[Any]
+    values: list[Any]
+    result: Any
+
+    def write(self) -> None:
+        """Give the variables their new values; signals wait for the end of it."""
+        by_type: dict[Any, tuple[list[Any], list[Any]]] = {}
+        for variable, value in zip(self.variables, self.values, strict=True):
+            olds, news = by_type.setdefault(value.dtype, ([], []))
+            olds.append(_value(variable))
+            news.append(value)
+        with HeldSignals(), torch.no_grad():
+            for olds, news in by_type.values():
+                torch._foreach_copy_(olds, news)
+
+
+class _Leaf:
+    """Stands for a tensor in the structure of a result."""
+
+
+_TENSOR = _Leaf()
+
+
+def _both(scope: Any, pred: Any, true_fn: Any, false_fn: Any) -> Any:
+    """Run both branches of `keras.ops.cond`, and take results and variables of the right one."""
+    before = dict(scope.state_mapping)
+
+    def branch(run: Callable[[], Any]) -> tuple[Any, dict[int, Any]]:
+        scope.state_mapping.clear()
+        scope.state_mapping.update({key: value.clone() for key, value in before.items()})
+        result = run()
+        return result, dict(scope.state_mapping)
+
+    pred = pred.to(torch.bool)
+    (one, ones), (other, others) = branch(true_fn), branch(false_fn)
+    scope.state_mapping.clear()
+    for key in ones:
+        scope.state_mapping[key] = torch.where(pred, ones[key], others[key])
+    return keras.tree.map_structure(
+        lambda a, b: torch.where(pred, a, b) if isinstance(a, torch.Tensor) else a, one, other
+    )
+
+
+def _variables(model: Any) -> list[Any]:
+    slots = [variable for _, each in optimizers_of(model) for variable in each.variables]
+    seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return unique([*variables_of(model), *slots, *([] if seeds is None else [seeds.state])])
+
+
+def _tensors(batch: Any) -> list[Any]:
+    return [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+
+
+def _value(variable: Any) -> Any:
+    return stored_value(variable)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _writes(operation: Any) -> bool:
+    schema = getattr(operation, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leave out warnings of the trace: those of a step were shown when it ran."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -43,16 +43,26 @@ class Worker:
         )
 
     def difference(
-        self, family, name, devices, *, by_layer=False, state="replicated", micro_batch_size=None
+        self,
+        family,
+        name,
+        devices,
+        *,
+        by_layer=False,
+        state="replicated",
+        micro_batch_size=None,
+        traced=False,
     ):
         """Return the largest difference of a case from one device, by quantity.
 
         Only quantities beyond the bound of the case are in it. `by_layer=True` places layers on
         the devices instead of distributing the model. With `state="sharded"` variables of any size
-        are sharded. A case that `micro_batch_size` refuses returns `{"refused": the text}`.
+        are sharded. A case that `micro_batch_size` refuses returns `{"refused": the text}`. With
+        `traced`, steps run as graphs on PyTorch, with the random numbers of one device; one that
+        is not traced adds `{"not traced": the reason}`.
         """
         try:
-            call = json.dumps([family, name, devices, by_layer, state, micro_batch_size])
+            call = json.dumps([family, name, devices, by_layer, state, micro_batch_size, traced])
             print(call, file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
         except BrokenPipeError:
@@ -69,12 +79,17 @@ class Worker:
         self._process.stdout.close()
 
 
-def _differences(family, name, devices, by_layer, state, micro_batch_size):
+def _differences(family, name, devices, by_layer, state, micro_batch_size, traced):
     import lockstep
-    from lockstep.errors import SerialBranchesWarning, UnsplitBatchWarning, UnsupportedModel
+    from lockstep.errors import (
+        NotTracedWarning,
+        SerialBranchesWarning,
+        UnsplitBatchWarning,
+        UnsupportedModel,
+    )
     from tests.conformance.cases.case import gaps, play
 
-    draws = by_layer or _backend() != "torch"  # the random numbers of one device
+    draws = by_layer or traced or _backend() != "torch"  # the random numbers of one device
     xla = by_layer and _backend() == "tensorflow" and name in OF_UNKNOWN_LENGTH
     case, one = case_of(family, name, draws), _on_one_device(family, name, draws, xla)
     machine = nullcontext()
@@ -91,8 +106,12 @@ def _differences(family, name, devices, by_layer, state, micro_batch_size):
         lay_out = partial(lay_out, state=state)
     if micro_batch_size is not None:
         lay_out = partial(lay_out, micro_batch_size=micro_batch_size)
+    if traced:
+        plain = partial(lay_out, same_random_numbers=devices > 1)
+        lay_out = partial(laid_out_and_traced, plain)
     with machine, warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", UnsplitBatchWarning)
+        warnings.simplefilter("always", NotTracedWarning)
         warnings.simplefilter("ignore", SerialBranchesWarning)
         try:
             many = play(case, lambda model: laid_out.append(lay_out(model)))
@@ -104,7 +123,16 @@ def _differences(family, name, devices, by_layer, state, micro_batch_size):
         check_shards(laid_out[0], devices)
     if _backend() == "jax" and not by_layer:
         assert not given
-    return {key: gap for key, gap in gaps(one, many).items() if not gap <= case.bound}
+    found = {key: gap for key, gap in gaps(one, many).items() if not gap <= case.bound}
+    reasons = [str(each.message) for each in given if each.category is NotTracedWarning]
+    return found | ({"not traced": reasons} if reasons else {})
+
+
+def laid_out_and_traced(lay_out, model):
+    """Lay a model out, and let its steps be traced."""
+    model = lay_out(model)
+    model.jit_compile = True
+    return model
 
 
 def shard_small_variables():

@@ -39,6 +39,7 @@ def traced(step: Callable[..., Any], inputs: list[Any]) -> GraphModule:
     """
     first = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
     first.graph.eliminate_dead_code()
+    _keep_order_of_draws(first.graph)
     first.recompile()
     with torch.no_grad():
         pure = make_fx(functionalize(first), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
@@ -70,6 +71,49 @@ def exchanges(graph: Graph) -> list[str]:
         for node in graph.nodes
         if node.target in (_SUM, _GATHER)
     ]
+
+
+def _keep_order_of_draws(graph: Graph) -> None:
+    """Let tensors be filled with random numbers in the order in which they lie in memory.
+
+    An operation that writes into a tensor does so, and the one that makes a new tensor does not.
+    """
+    for node in list(graph.nodes):
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded not in tags or not node.target._schema.is_mutable:
+            continue
+        like, *numbers = node.args
+        name = node.target._schema.name.rpartition("::")[2]
+        with graph.inserting_before(node):
+            new = graph.call_function(_FILLED, (like, name, list(map(float, numbers))))
+        new.meta.update(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        like.replace_all_uses_with(new, delete_user_cb=lambda user, own=new: user is not own)
+
+
+@torch.library.custom_op(
+    "lockstep::filled", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def filled(like: torch.Tensor, name: str, numbers: list[float]) -> torch.Tensor:
+    """Return random numbers in the shape and the strides of a tensor.
+
+    Args:
+        like: The tensor.
+        name: The name of the method that fills a tensor.
+        numbers: Its arguments.
+    """
+    made = torch.empty_like(like)
+    getattr(made, name)(*numbers)
+    return made
+
+
+@filled.register_fake
+def _filled(like: torch.Tensor, name: str, numbers: list[float]) -> torch.Tensor:
+    return torch.empty_like(like)
+
+
+_FILLED = torch.ops.lockstep.filled.default
 
 
 def draws(graph: Graph) -> bool:

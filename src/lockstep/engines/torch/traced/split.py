@@ -130,6 +130,8 @@ class SplitOperations(TorchDispatchMode):  # type: ignore[misc]
         if operation in _RULES and not _drops(operation, arguments):
             return self._by_rule(operation, arguments, options)
         if torch.Tag.nondeterministic_seeded in operation.tags:
+            if operation._schema.is_mutable and len(split) == 1:
+                return self._filled(operation, *arguments, **options)
             return self._on_all_rows(operation, leaves, structure)
         other = _INSTEAD.get(operation)
         if other is not None:
@@ -168,6 +170,16 @@ class SplitOperations(TorchDispatchMode):  # type: ignore[misc]
             return self._mesh.everywhere(each) if before is None else before
 
         return tree_map_only(torch.Tensor, result, found)
+
+    def _filled(self, operation: Any, tensor: Any, *numbers: Any, **options: Any) -> Any:
+        """Fill a tensor with the random numbers of one device, in the order of its memory."""
+        whole = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        operation(whole, *numbers, **options)
+        own = self._mesh.everywhere(whole).redistribute(placements=tensor.placements)
+        tensor.to_local().copy_(own.to_local())
+        return tensor
 
     def _by_rule(self, operation: Any, arguments: Any, options: Any) -> Any:
         """Run an operation on what a rank has of each tensor, by a rule of `_RULES`."""

@@ -115,11 +115,14 @@ class TracedStep:
                 trained.append(stand_in)
             mapping.append((variable, stand_in))
             stand_ins[id(_value(variable))] = stand_in
-        batch = keras.tree.map_structure(lambda leaf: self._split(leaf, rows), self._batch)
+        leaves = [self._split(leaf, rows) for leaf in keras.tree.flatten(self._batch)]
+        batch = keras.tree.pack_sequence_as(self._batch, leaves)
         given: list[Any] = []
         self.updates, self._reached = [], []
         with ExitStack() as contexts:
-            scope = contexts.enter_context(keras.StatelessScope(state_mapping=mapping))
+            scope = contexts.enter_context(
+                keras.StatelessScope(state_mapping=mapping, collect_losses=True)
+            )
             contexts.enter_context(traced_by_torch(seeded, partial(_both, scope)))
             contexts.enter_context(self._noted_updates(given, whole))
             summed = list if mesh is None else mesh.summed

@@ -37,11 +37,12 @@ CASES = [
     *("fails in one process", "resumes arrays", "resumes a PyDataset", "resumes tf.data"),
     *("resumes a DataLoader", "resumes split", "resumes where rows stay", "rows stay"),
     *("split reading", "split by workers", "split few rows", "sampler", "stops alone"),
-    *("resumes a sampler", "steps of a pass"),
+    *("resumes a sampler", "steps of a pass", "plain batches beside"),
+    "plain batch beside",
 ]
 QUICK = (
     *("one ends early", "no rows from the start", "arrays", "on_batch", "fails in one process"),
-    "split reading",
+    *("split reading", "plain batch beside"),
 )
 REFUSED = {
     "plain beside": ("ProcessesDisagree", "was given plain data"),

@@ -613,8 +613,32 @@ def stops_alone():
     return 0.0
 
 
+def plain_beside(*names):
+    """Plain data in one process are found by it, and not at the end of the patience."""
+    (x, y), start = (each[:8] for each in (X, Y)), time.monotonic()
+    for name in names:
+        made = lockstep.distribute(dense())
+        before = made.get_weights()
+        given = (x,) if name == "predict_on_batch" else (x, y)
+        if rank != size - 1:
+            given = [*map(own, given)]
+        try:
+            getattr(made, name)(*given)
+        except LockstepError as error:
+            said = str(error)
+        mine = f"was given lockstep.process_local, and process {size - 1} plain data"
+        left = f"Process {size - 1} left its {name}"
+        assert (mine if rank == size - 1 else left) in said, said
+        assert distance(made.get_weights(), before) == 0
+        made.train_on_batch(x, y)
+    assert time.monotonic() - start < 100, "the patience of a process"
+    return 0.0
+
+
 own = lockstep.process_local
 CASES |= {
+    "plain batch beside": lambda: plain_beside("train_on_batch"),
+    "plain batches beside": lambda: plain_beside("test_on_batch", "predict_on_batch"),
     "sampler": sampler,
     "stops alone": stops_alone,
     "rows stay": rows_stay,

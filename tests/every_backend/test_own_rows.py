@@ -38,12 +38,13 @@ CASES = [
     *("resumes a DataLoader", "resumes split", "resumes where rows stay", "rows stay"),
     *("split reading", "split by workers", "split few rows", "sampler", "stops alone"),
     *("resumes a sampler", "steps of a pass", "plain batches beside"),
-    "plain batch beside",
+    *("plain batch beside", "predict into files", "predict goes on"),
 ]
 QUICK = (
     *("one ends early", "no rows from the start", "arrays", "on_batch", "fails in one process"),
-    *("split reading", "plain batch beside"),
+    *("split reading", "plain batch beside", "predict goes on"),
 )
+KILLED = ["killed predict"]
 REFUSED = {
     "plain beside": ("ProcessesDisagree", "was given plain data"),
     "plain evaluate": ("ProcessesDisagree", "was given plain data"),
@@ -60,7 +61,6 @@ REFUSED = {
     "repeats": ("UnusableData", "has 31 rows for 4 processes, and repeats 1 of them"),
     "a class weight": ("UnusableData", "class_weight was given, and Keras takes none"),
     "batch beside": ("UnusableData", "beside them a ndarray of all rows"),
-    "file": ("UnsupportedModel", "one process writes a file"),
     "random rows": ("UnusableData", "a row depends on more than its index"),
     "not by row": ("UnusableData", "split_reading was given a ndarray"),
     "other order": ("ProcessesDisagree", "draws other rows, or in another order"),
@@ -68,12 +68,12 @@ REFUSED = {
 }
 
 
-def run(processes, names, folder):
+def run(processes, names, folder, *options):
     """Run cases in several processes; what each of them reported, by case, and what was printed."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_"))}
     environment |= {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "src")])}
     script = [str(HERE / "tests" / "processes" / "own_rows.py"), ",".join(names)]
-    started = [sys.executable, "-m", "lockstep", "run", "--processes", str(processes)]
+    started = [sys.executable, "-m", "lockstep", "run", "--processes", str(processes), *options]
     done = subprocess.run(
         [*started, *script],
         cwd=folder,
@@ -155,6 +155,25 @@ if SEVERAL:
         found, printed = run(processes, ["goes on"], tmp_path)
         assert "goes on" in found, printed[-3000:]
         assert found["goes on"][0]["far"] < 1e-10
+
+    @pytest.mark.thorough
+    def test_another_number_of_processes_predicts_anew(tmp_path):
+        run(2, ["leaves files"], tmp_path)
+        found, printed = run(3, ["predict anew"], tmp_path)
+        assert "predict anew" in found, printed[-3000:]
+        assert found["predict anew"][0]["far"] < 1e-10
+        names = sorted(each.name for each in tmp_path.glob("anew*"))
+        left = [f"anew-0000{rank}-of-00002.npy.partial" for rank in (0, 1)]
+        assert names == sorted([*left, *(f"anew-0000{rank}-of-00003.npy" for rank in range(3))])
+
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("case", KILLED)
+    def test_a_process_is_killed_and_all_go_on(case, tmp_path):
+        found, printed = run(2, [case], tmp_path, "--restarts", "1")
+        assert case in found, printed[-3000:]
+        assert found[case][0]["far"] < 1e-10
+        assert "restart 1 of 1" in printed
+        assert not [*tmp_path.glob("*.partial")]
 
 
 def made():

@@ -6,9 +6,12 @@ is given the joined batches, made here by hand. The first process writes the dis
 
 import itertools
 import json
+import os
+import signal
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -18,6 +21,7 @@ import lockstep
 from lockstep.errors import LockstepError
 from lockstep.keras_compat import compute_in_float64
 from lockstep.processes.group import current
+from lockstep.training import predictions
 
 rank, size = lockstep.initialize()
 compute_in_float64()
@@ -368,6 +372,107 @@ def predicts_to_function():
     return distance(np.concatenate(got), dense().predict(rows, verbose=0))
 
 
+def predicts_into_files():
+    """Each process has a file of its rows, or a folder for several outputs."""
+    far = 0.0
+    for rows, steps in (((4, 3, 2), (6, 4, 5)), ((4, 3, 2), (6, 0, 5)), ((4, 4, 4), (5, 5, 5))):
+        every = of_all(rows, steps)
+        made = lockstep.distribute(dense())
+        path = lockstep.predict(made, own(Sequence(every[rank])), "files.npy", verbose=0)
+        assert path.name == f"files-{rank:05d}-of-{size:05d}.npy"
+        here = len(every[rank]) * rows[rank]
+        start = sum(rows[r] * steps[r] for r in range(rank))
+        wanted = dense().predict(X, verbose=0)[start : start + here]
+        found = np.load(path)
+        assert found.shape == (here, 2)
+        far = max(far, distance(found, wanted))
+    both = keras.Model(made.inputs, {"one": made.outputs[0], "two": made.outputs[0] * 2})
+    path = lockstep.predict(
+        lockstep.distribute(both), own(Sequence(every[rank])), "folder", verbose=0
+    )
+    assert path.name == f"folder-{rank:05d}-of-{size:05d}"
+    return max(far, distance(np.load(path / "two.npy"), 2 * wanted))
+
+
+def predicts_on():
+    """A call that has failed goes on at the newest position that all processes have noted."""
+    every = of_all((4, 3, 2), (8, 6, 7))
+
+    def read(end, scale=1):
+        for number, (x, _) in enumerate(every[rank]):
+            if number == end and rank == size - 1:
+                raise ValueError("a file is damaged")
+            yield (x * scale,)
+
+    made, seen = lockstep.distribute(dense()), []
+    for data, of_last in ((read(4), "a file is damaged"), (read(None, 1 + rank), "have changed")):
+        try:
+            lockstep.predict(made, own(data), "on.npy", verbose=0)
+        except (LockstepError, ValueError) as error:
+            said = str(error)
+        assert of_last in said or " left its predict by an error" in said, said
+        assert rank < size - 1 or of_last in said, said
+    steps = Seen(seen)
+    path = lockstep.predict(made, own(read(None)), "on.npy", verbose=0, callbacks=steps)
+    assert 0 < seen[0] <= 4, seen
+    assert seen[-1] == 7, seen
+    wanted = dense().predict(np.concatenate([x for x, _ in every[rank]]), verbose=0)
+    return distance(np.load(path), wanted)
+
+
+class Seen(keras.callbacks.Callback):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.seen.append(batch)
+
+
+def of_stream(process, end=12):
+    """Files of this process, of which it is killed in the middle once."""
+    for number in range(end):
+        x = np.random.default_rng(100 * process + number).normal(size=(5 - process, 6))
+        if number == 7 and process == rank == size - 1 and not Path("killed").exists():
+            Path("killed").touch()
+            time.sleep(1)  # the first process has noted more
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield (x,)
+
+
+def killed_predict():
+    """A process that is killed predicts in files that it had begun."""
+    predictions.SECONDS, predictions._SHARE, seen = 0.0, 0, []
+    made, steps = lockstep.distribute(dense()), Seen(seen)
+    path = lockstep.predict(made, own(of_stream(rank)), "kill.npy", verbose=0, callbacks=steps)
+    assert 0 < seen[0] <= 7, seen
+    wanted = dense().predict(np.concatenate([x for (x,) in of_stream(rank)]), verbose=0)
+    return distance(np.load(path), wanted)
+
+
+def leaves_files():
+    """Two processes fail; another number of them begins anew."""
+    try:
+        return predicts_anew(stops=True)
+    except (LockstepError, ValueError):
+        return 0.0
+
+
+def predicts_anew(stops=False):
+    def read():
+        for number, (x, _) in enumerate(of_number(size)[rank]):
+            if number == 2 and stops:
+                raise ValueError("a file is damaged")
+            yield (x,)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        path = lockstep.predict(lockstep.distribute(dense()), own(read()), "anew.npy", verbose=0)
+    words = "anew-00000-of-00002.npy.partial is unfinished, and 3 processes have other rows each"
+    assert rank or any(words in str(each.message) for each in said)
+    return distance(np.load(path), dense().predict(np.concatenate([*read()], 1)[0], verbose=0))
+
+
 def fails():
     """The data of the last process fail: all end in words, after the last common step."""
     every = of_all((4, 3, 2), (4, 4, 4))
@@ -656,6 +761,11 @@ CASES |= {
     "goes on": goes_on,
     "on_batch": on_batch,
     "predict to a function": predicts_to_function,
+    "predict into files": predicts_into_files,
+    "predict goes on": predicts_on,
+    "killed predict": killed_predict,
+    "leaves files": leaves_files,
+    "predict anew": predicts_anew,
     "fails in one process": fails,
 }
 CASES |= {"arrays": arrays, "class weights": class_weights, "steps_per_epoch": steps}
@@ -703,7 +813,6 @@ REFUSED = {
     "repeats": lambda made: made.fit(own(repeated()), verbose=0),
     "a class weight": lambda made: made.fit(own(iter_of_rows), class_weight={0: 1.0}, verbose=0),
     "batch beside": lambda made: made.train_on_batch(own(X), Y),
-    "file": lambda made: lockstep.predict(made, own(X), "scores.npy", verbose=0),
     "random rows": lambda made: made.fit(lockstep.split_reading(random_rows()), verbose=0),
     "not by row": lambda made: made.fit(lockstep.split_reading(X), verbose=0),
     "other order": lambda made: made.fit(lockstep.split_reading(other_order()), verbose=0),

@@ -109,6 +109,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         epochs: The number of the last pass, which a sampler of this process is told.
         is_used: Whether that pass has begun to train, so that the next one has another number.
         is_split: Whether every process was given all data. A prediction then has all rows.
+        marks: Returns in the first process whether the next batch is to be marked in all.
     """
 
     is_split = False
@@ -122,7 +123,8 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         self.random = self._random_of(own)
         self.epochs = 0
         self._steps: int | None = given.get("steps_per_epoch")
-        self._counts: deque[Counts] | None = None
+        self._counts: list[deque[Counts]] = []
+        self.marks: Callable[[], bool] = bool
         self._pass = 0
         self._has_rows = self.is_used = False
         self._is_checked = True
@@ -155,7 +157,8 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
                 batches = self._new_pass()
                 batch, order = self._next(batches)
             self._rows.stays = self._stays if self._is_checked else None
-            found = self._rows.joined(None if batch is _END else batch, order)
+            mine = None if batch is _END else batch
+            found = self._rows.joined(mine, order, marked=self.marks())
             if found is None:
                 self._rows.close()
                 if not self._has_rows:
@@ -167,8 +170,8 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
             self._has_rows = self.is_used = True
             number += 1
             joined, counts = found
-            if self._counts is not None:
-                self._counts.append(counts)
+            for each in self._counts:
+                each.append(counts)
             self._check(joined)
             yield joined
 
@@ -183,8 +186,8 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
 
     def counted_rows(self) -> deque[Counts]:
         """Return a queue that gets the rows of each process in the batches from now on."""
-        self._counts = deque()
-        return self._counts
+        self._counts.append(deque())
+        return self._counts[-1]
 
     def _random_of(self, own: ProcessLocal) -> OwnRandomNumbers:
         """Return the random numbers that the data of this process draw."""
@@ -255,6 +258,11 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         return self._num_batches
 
     batch_size = has_partial_batch = partial_batch_size = None
+
+
+def brings_own_rows(adapter: Any) -> bool:
+    """Return whether a prediction of these data has the rows of this process alone."""
+    return isinstance(adapter, OwnRows) and not adapter.is_split
 
 
 _END = object()

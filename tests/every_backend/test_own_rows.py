@@ -38,7 +38,7 @@ CASES = [
     *("resumes a DataLoader", "resumes split", "resumes where rows stay", "rows stay"),
     *("split reading", "split by workers", "split few rows", "sampler", "stops alone"),
     *("resumes a sampler", "steps of a pass", "plain batches beside"),
-    *("plain batch beside", "predict into files", "predict goes on"),
+    *("plain batch beside", "predict into files", "predict goes on", "global arrays"),
 ]
 QUICK = (
     *("one ends early", "no rows from the start", "arrays", "on_batch", "fails in one process"),
@@ -61,6 +61,10 @@ REFUSED = {
     "repeats": ("UnusableData", "has 31 rows for 4 processes, and repeats 1 of them"),
     "a class weight": ("UnusableData", "class_weight was given, and Keras takes none"),
     "batch beside": ("UnusableData", "beside them a ndarray of all rows"),
+    "replicated": ("UnusableData", "of all processes is replicated over them"),
+    "columns": ("UnusableData", "is split along another dim than its rows"),
+    "in reverse": ("UnusableData", "has its rows in another order than that of the processes"),
+    "plain global": ("ProcessesDisagree", "Wrap data of such arrays in lockstep.process_local"),
     "random rows": ("UnusableData", "a row depends on more than its index"),
     "not by row": ("UnusableData", "split_reading was given a ndarray"),
     "other order": ("ProcessesDisagree", "draws other rows, or in another order"),
@@ -91,6 +95,11 @@ def run(processes, names, folder, *options):
     return found, done.stdout
 
 
+if BACKEND != "jax":  # which has arrays of all processes
+    for name in ("replicated", "columns", "in reverse", "plain global"):
+        del REFUSED[name]
+
+
 @functools.cache
 def _all_reports(processes, quick):
     cases = [case for case in _of_backend(CASES) if (case in QUICK) == quick]
@@ -110,7 +119,7 @@ def _of_backend(cases):
     # fork of JAX may stand still.
     others = {
         "jax": ["split by workers"],
-        "torch": ["several steps at once", "a stateful RNN", "rows stay"],
+        "torch": ["several steps at once", "a stateful RNN", "rows stay", "global arrays"],
     }
     return [case for case in cases if case not in others[BACKEND]]
 
@@ -155,6 +164,14 @@ if SEVERAL:
         found, printed = run(processes, ["goes on"], tmp_path)
         assert "goes on" in found, printed[-3000:]
         assert found["goes on"][0]["far"] < 1e-10
+
+    @pytest.mark.thorough
+    @pytest.mark.skipif(BACKEND != "jax", reason="one device for each process")
+    def test_arrays_of_all_processes_lie_on_several_devices_of_each(tmp_path):
+        given = ("--devices-per-process", "2")
+        found, printed = run(2, ["global arrays", "predict into files"], tmp_path, *given)
+        assert "predict into files" in found, printed[-3000:]
+        assert max(found[case][0]["far"] for case in found) < 1e-10
 
     @pytest.mark.thorough
     def test_another_number_of_processes_predicts_anew(tmp_path):

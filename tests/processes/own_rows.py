@@ -420,6 +420,45 @@ def predicts_on():
     return distance(np.load(path), wanted)
 
 
+def spread(batches, spec="x", devices=None):
+    """The same batches as arrays of all processes, as guides of JAX make them."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices() if devices is None else devices), "x")
+    made = jax.make_array_from_process_local_data
+    layout = NamedSharding(mesh, PartitionSpec(*spec))
+    return [tuple(made(layout, part) for part in batch) for batch in batches]
+
+
+def global_arrays():
+    """Arrays that JAX has laid out over the processes by rows are rows of each."""
+    every = of_all((4, 4, 4), (5, 5, 5))
+    far = [
+        compared(dense, lambda batches, w=wrap: w(spread(batches)), every)
+        for wrap in (Sequence, lambda batches: lambda: iter(batches), SpreadGrain)
+    ]
+    plain, made = dense(), lockstep.distribute(dense())
+    x, y = (np.concatenate(each) for each in zip(*every[rank], strict=True))
+    ((own_x, own_y),) = spread([(x, y)])
+    own_batch = spread(every[rank][:1])[0]
+    truth = joined(every)
+    plain.fit(Sequence(truth), shuffle=False, verbose=0)
+    plain.train_on_batch(*truth[0])
+    made.fit(own((own_x, own_y)), batch_size=4 * size, shuffle=False, verbose=0)
+    made.train_on_batch(*map(own, own_batch))
+    return max(*far, distance(state(made), state(plain)))
+
+
+class SpreadGrain:
+    """Grain with batches of such arrays."""
+
+    def __new__(cls, batches):
+        import grain
+
+        return grain.MapDataset.range(len(batches)).map(lambda number: batches[number])
+
+
 class Seen(keras.callbacks.Callback):
     def __init__(self, seen):
         super().__init__()
@@ -763,6 +802,7 @@ CASES |= {
     "predict to a function": predicts_to_function,
     "predict into files": predicts_into_files,
     "predict goes on": predicts_on,
+    "global arrays": global_arrays,
     "killed predict": killed_predict,
     "leaves files": leaves_files,
     "predict anew": predicts_anew,
@@ -813,11 +853,21 @@ REFUSED = {
     "repeats": lambda made: made.fit(own(repeated()), verbose=0),
     "a class weight": lambda made: made.fit(own(iter_of_rows), class_weight={0: 1.0}, verbose=0),
     "batch beside": lambda made: made.train_on_batch(own(X), Y),
+    "replicated": lambda made: made.fit(own(Sequence(spread([(X, Y)], [None]))), verbose=0),
+    "columns": lambda made: made.fit(own(Sequence(spread([(X, X)], [None, "x"]))), verbose=0),
+    "in reverse": lambda made: made.predict(own(spread([(X,)], "x", reversed_devices())[0]), 9),
+    "plain global": lambda made: made.fit(Sequence(spread([(X, Y)])), verbose=0),
     "random rows": lambda made: made.fit(lockstep.split_reading(random_rows()), verbose=0),
     "not by row": lambda made: made.fit(lockstep.split_reading(X), verbose=0),
     "other order": lambda made: made.fit(lockstep.split_reading(other_order()), verbose=0),
     "adapt": lambda made: layers.Normalization().adapt(own(X)),
 }
+
+
+def reversed_devices():
+    import jax
+
+    return jax.devices()[::-1]
 
 
 def random_rows():

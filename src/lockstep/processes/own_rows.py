@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 
 from lockstep.core.process_local import OwnRandomNumbers, ProcessLocal, is_generator
@@ -14,6 +15,8 @@ from lockstep.keras_compat import (
     ArrayDataAdapter,
     DataAdapter,
     GeneratorDataAdapter,
+    GrainDatasetAdapter,
+    PyDatasetAdapter,
     TFDatasetAdapter,
     TorchDataLoaderAdapter,
     drop_queued,
@@ -206,7 +209,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.epochs)
         with self.random.drawn():
-            batches = iter(self.adapter.get_numpy_iterator())
+            batches = iter(_batches_of(self.adapter))
         return ((batch, "") for batch in batches)
 
     def _begin_pass(self) -> None:
@@ -272,13 +275,29 @@ def _itself(batch: Any) -> Any:
     return batch
 
 
+def _batches_of(adapter: Any) -> Any:
+    """Return a pass over the batches, in which arrays of all processes are left as they are."""
+    kinds = (Passes, GeneratorDataAdapter, PyDatasetAdapter, GrainDatasetAdapter)
+    may_have_them = keras.backend.backend() == "jax" and isinstance(adapter, kinds)
+    return adapter.get_jax_iterator() if may_have_them else adapter.get_numpy_iterator()
+
+
+def _rows_here(part: Any) -> Any:
+    """Return the rows of this process of an array, or of those in a list or dict."""
+    if isinstance(part, dict):
+        return {name: _rows_here(each) for name, each in part.items()}
+    if type(part) in (list, tuple) and part and hasattr(part[0], "shape"):
+        return type(part)(map(_rows_here, part))
+    return current().rows_here(part)
+
+
 def _adapter_of(own: ProcessLocal, given: dict[str, Any]) -> Any:
     """Return Keras's adapter of the data of this process."""
     data, class_weight = own.data, given.get("class_weight")
     if own.makes_batches is not None or is_generator(data):
         check_class_weight(given)
         return Passes(data)
-    x, y, sample_weight = own.parts
+    x, y, sample_weight = map(_rows_here, own.parts) if own.is_arrays else own.parts
     steps = given.get("steps_per_epoch")
     size = given.get("batch_size") or (None if steps else 32)
     rank, processes = current().rank, current().size

@@ -78,6 +78,7 @@ def _described(part: Any, arrays: list[np.ndarray]) -> Any:
         return {"dict": [[key, _described(each, arrays)] for key, each in part.items()]}
     if type(part) in (tuple, list):
         return {type(part).__name__: [_described(each, arrays) for each in part]}
+    part = current().rows_here(part)
     if isinstance(part, tuple | list) or not hasattr(part, "__array__"):
         raise UnusableData(
             f"A batch has a {type(part).__name__} in it, and the rows of several processes are "

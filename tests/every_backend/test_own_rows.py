@@ -22,6 +22,7 @@ from lockstep.errors import UnusableData
 from lockstep.processes.group import current
 from lockstep.processes.own_rows import share_of_batch
 from lockstep.processes.row_exchange import Counts, Form
+from lockstep.tools.batches import first_batches
 from tests.tiers import further
 
 HERE = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ CASES = [
     *("split reading", "split by workers", "split few rows", "sampler", "stops alone"),
     *("resumes a sampler", "steps of a pass", "plain batches beside"),
     *("plain batch beside", "predict into files", "predict goes on", "global arrays"),
+    "verify",
 ]
 QUICK = (
     *("one ends early", "no rows from the start", "arrays", "on_batch", "fails in one process"),
@@ -65,6 +67,8 @@ REFUSED = {
     "columns": ("UnusableData", "is split along another dim than its rows"),
     "in reverse": ("UnusableData", "has its rows in another order than that of the processes"),
     "plain global": ("ProcessesDisagree", "Wrap data of such arrays in lockstep.process_local"),
+    "verify beside": ("ProcessesDisagree", "was given plain data"),
+    "bench": ("UnusableData", "bench and plan take the data of all processes"),
     "random rows": ("UnusableData", "a row depends on more than its index"),
     "not by row": ("UnusableData", "split_reading was given a ndarray"),
     "other order": ("ProcessesDisagree", "draws other rows, or in another order"),
@@ -238,6 +242,14 @@ def test_one_process_takes_it_as_plain_data(kind, recwarn):
         np.testing.assert_allclose(loss, one.evaluate(X, Y, verbose=0), rtol=1e-5)
         mine = other.predict_on_batch(lockstep.process_local(X))
         np.testing.assert_allclose(mine, one.predict_on_batch(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("data", [(X, Y), Sequence(), batches])
+def test_tools_take_it_as_plain_data_in_one_process(data):
+    found = first_batches(lockstep.process_local(data), 2, 4 if isinstance(data, tuple) else None)
+    for (x, y), rows in zip(found, (slice(0, 4), slice(4, 8)), strict=True):
+        np.testing.assert_array_equal(x.astype("float32"), X[rows].astype("float32"))
+        np.testing.assert_array_equal(y.astype("float32"), Y[rows].astype("float32"))
 
 
 def test_y_beside_it_is_refused_in_one_process():

@@ -512,6 +512,18 @@ def predicts_anew(stops=False):
     return distance(np.load(path), dense().predict(np.concatenate([*read()], 1)[0], verbose=0))
 
 
+def verified():
+    """The batches that are compared are the global ones."""
+    every, found = of_all((4, 3, 2)), []
+    whole = [len(x) for x, _ in joined(every)]
+    for data in (Sequence(every[rank]), lambda: iter(every[rank])):
+        report = lockstep.verify(dense(), own(data), steps=len(whole) + 1)
+        assert report.equal, str(report)
+        assert report.rows == (min(whole), max(whole)), report.rows
+        found.append(max(each.largest for each in report.differences))
+    return max(found)
+
+
 def fails():
     """The data of the last process fail: all end in words, after the last common step."""
     every = of_all((4, 3, 2), (4, 4, 4))
@@ -803,6 +815,7 @@ CASES |= {
     "predict into files": predicts_into_files,
     "predict goes on": predicts_on,
     "global arrays": global_arrays,
+    "verify": verified,
     "killed predict": killed_predict,
     "leaves files": leaves_files,
     "predict anew": predicts_anew,
@@ -857,6 +870,8 @@ REFUSED = {
     "columns": lambda made: made.fit(own(Sequence(spread([(X, X)], [None, "x"]))), verbose=0),
     "in reverse": lambda made: made.predict(own(spread([(X,)], "x", reversed_devices())[0]), 9),
     "plain global": lambda made: made.fit(Sequence(spread([(X, Y)])), verbose=0),
+    "verify beside": lambda made: lockstep.verify(made, own((X, Y)) if rank else (X, Y), steps=1),
+    "bench": lambda made: lockstep.bench(made, own((X, Y)), steps=1),
     "random rows": lambda made: made.fit(lockstep.split_reading(random_rows()), verbose=0),
     "not by row": lambda made: made.fit(lockstep.split_reading(X), verbose=0),
     "other order": lambda made: made.fit(lockstep.split_reading(other_order()), verbose=0),

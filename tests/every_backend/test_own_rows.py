@@ -40,13 +40,13 @@ CASES = [
     *("split reading", "split by workers", "split few rows", "sampler", "stops alone"),
     *("resumes a sampler", "steps of a pass", "plain batches beside"),
     *("plain batch beside", "predict into files", "predict goes on", "global arrays"),
-    "verify",
+    *("verify", "Ctrl-C in one process"),
 ]
 QUICK = (
     *("one ends early", "no rows from the start", "arrays", "on_batch", "fails in one process"),
     *("split reading", "plain batch beside", "predict goes on"),
 )
-KILLED = ["killed predict"]
+KILLED = ["killed predict", "killed fit"]
 REFUSED = {
     "plain beside": ("ProcessesDisagree", "was given plain data"),
     "plain evaluate": ("ProcessesDisagree", "was given plain data"),

@@ -524,7 +524,38 @@ def verified():
     return max(found)
 
 
-def fails():
+def killed_fit():
+    """A process that is killed goes on from the checkpoint, as if it had not been."""
+
+    def read(kills):
+        passes.append(1)
+        for number, batch in enumerate(of_all((4, 3, 2))[rank]):
+            is_here = rank == size - 1 and number == 3 and len(passes) == 3
+            if kills and is_here and not Path("killed").exists():
+                Path("killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+    class Counts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            steps.append(batch)
+
+    found, steps, passes = [], [], []
+    for kills in (True, False):
+        made = lockstep.distribute(dense())
+        saves = [lockstep.Checkpoint("run", steps=2)] if kills else []
+        rows = own(lambda kills=kills: read(kills))
+        made.fit(rows, epochs=3, verbose=0, callbacks=[*saves, Counts()])
+        found.append(state(made))
+    assert Path("killed").exists()
+    assert 18 < len(steps) < 36, len(steps)  # 18 steps, and those after the checkpoint
+    plain = dense()
+    plain.fit(Sequence(joined(of_all((4, 3, 2)))), epochs=3, shuffle=False, verbose=0)
+    assert distance(*found) == 0, distance(*found)
+    return distance(found[0], state(plain))
+
+
+def fails(interrupts=False):
     """The data of the last process fail: all end in words, after the last common step."""
     every = of_all((4, 3, 2), (4, 4, 4))
     plain, made = dense(), lockstep.distribute(dense())
@@ -534,14 +565,17 @@ def fails():
     def read():
         yield from every[rank][:2]
         if rank == size - 1:
+            if interrupts:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)  # it ends at once
             raise ValueError("a file is damaged")
         yield from every[rank][2:]
 
     try:
         made.fit(own(read()), verbose=0)
-    except (LockstepError, ValueError) as error:
+    except (LockstepError, ValueError, KeyboardInterrupt) as error:
         said = str(error)
-    of_last = "a file is damaged"
+    of_last = "" if interrupts else "a file is damaged"
     assert said == of_last if rank == size - 1 else f"Process {size - 1} left its fit" in said, said
     return distance(state(made), state(plain))
 
@@ -820,6 +854,8 @@ CASES |= {
     "leaves files": leaves_files,
     "predict anew": predicts_anew,
     "fails in one process": fails,
+    "Ctrl-C in one process": lambda: fails(interrupts=True),
+    "killed fit": killed_fit,
 }
 CASES |= {"arrays": arrays, "class weights": class_weights, "steps_per_epoch": steps}
 CASES["steps of a pass"] = steps_of_a_pass

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from lockstep.errors import UnusableData
 from lockstep.processes.group import current
 from lockstep.processes.own_rows import share_of_batch
 from lockstep.processes.row_exchange import Counts, Form
+from lockstep.processes.split_arrays import read_rows
 from lockstep.tools.batches import first_batches
 from tests.tiers import further
 
@@ -40,7 +42,7 @@ CASES = [
     *("split reading", "split by workers", "split few rows", "sampler", "stops alone"),
     *("resumes a sampler", "steps of a pass", "plain batches beside"),
     *("plain batch beside", "predict into files", "predict goes on", "global arrays"),
-    *("verify", "Ctrl-C in one process"),
+    *("verify", "Ctrl-C in one process", "split arrays", "resumes split arrays"),
 ]
 QUICK = (
     *("one ends early", "no rows from the start", "arrays", "on_batch", "fails in one process"),
@@ -61,7 +63,10 @@ REFUSED = {
     "text": ("UnusableData", "an array of type <U1"),
     "a number": ("UnusableData", "an array of shape () beside 2 rows"),
     "repeats": ("UnusableData", "has 31 rows for 4 processes, and repeats 1 of them"),
-    "a class weight": ("UnusableData", "class_weight was given, and Keras takes none"),
+    "a class weight": ("UnusableData", "class_weight was given, and these data take none"),
+    "a split class weight": ("UnusableData", "class_weight was given, and these data take none"),
+    "other files": ("UnusableData", "the arrays of the processes differ"),
+    "other numbers": ("UnusableData", "split_reading was given arrays of [89, 90] rows"),
     "batch beside": ("UnusableData", "beside them a ndarray of all rows"),
     "replicated": ("UnusableData", "of all processes is replicated over them"),
     "columns": ("UnusableData", "is split along another dim than its rows"),
@@ -70,7 +75,7 @@ REFUSED = {
     "verify beside": ("ProcessesDisagree", "was given plain data"),
     "bench": ("UnusableData", "bench and plan take the data of all processes"),
     "random rows": ("UnusableData", "a row depends on more than its index"),
-    "not by row": ("UnusableData", "split_reading was given a ndarray"),
+    "not by row": ("UnusableData", "split_reading was given a list_iterator"),
     "other order": ("ProcessesDisagree", "draws other rows, or in another order"),
     "adapt": ("UnusableData", "where an array or batches are expected"),
 }
@@ -278,6 +283,23 @@ def test_the_form_of_a_batch_travels_as_text():
     assert back[0]["a"][1] is None
     for one, other in zip(keras.tree.flatten(back), keras.tree.flatten(batch), strict=True):
         assert one is other is None or (one == other).all()
+
+
+def test_bytes_travel_in_the_order_of_the_machine():
+    form, (array,) = Form.of(X.astype(">f8"))
+    packed = np.ascontiguousarray(array).reshape(-1).view("uint8")
+    (back,) = form.rows_in(packed, len(X))
+    np.testing.assert_array_equal(back, X)
+
+
+@pytest.mark.parametrize("rows", [[4, 5, 6], [6, 4, 5], [9, 0, 3], [7]])
+def test_rows_of_a_file_are_read_in_any_order(rows, tmp_path):
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["x"], file["y"] = X.astype("float16"), np.arange(10)
+        x, y = (read_rows(file[name], np.array(rows)) for name in "xy")
+    np.testing.assert_array_equal(x, X.astype("float16").astype(keras.config.floatx())[rows])
+    assert x.dtype == keras.config.floatx()
+    np.testing.assert_array_equal(y, rows)
 
 
 def test_rows_of_a_process_are_a_slice():

@@ -597,12 +597,12 @@ class Stops(keras.callbacks.Callback):
             raise Failed
 
 
-def resumes(wrap, own=lockstep.process_local, shares=(4, 3, 2)):
+def resumes(wrap, own=lockstep.process_local, shares=(4, 3, 2), stops=16):
     """A run that has failed within an epoch goes on, bit for bit."""
     found = []
-    for folder, stops in (("whole", None), ("parts", 16)):
+    for folder, after in (("whole", None), ("parts", stops)):
         folder = f"{folder}-{wrap.__name__}-{shares[0] == shares[1]}"
-        for stop in (stops, None) if stops else (None,):
+        for stop in (after, None) if after else (None,):
             np.random.seed(7 + rank)
             made = lockstep.distribute(dense())
             rows = wrap(of_all(shares)[rank])
@@ -736,6 +736,64 @@ def split(workers=0, **given):
     return distance(*found)
 
 
+class Lazy:
+    """An array on a disk, which counts the rows that are read."""
+
+    def __init__(self, file):
+        self.file, self.read, self.whole = file, 0, 0
+        self.shape, self.dtype = file.shape, file.dtype
+
+    def __getitem__(self, rows):
+        found = self.file[rows]
+        self.read += len(found)
+        return found
+
+    def __array__(self, *_, **__):
+        raise AssertionError("all rows were read at once")
+
+
+def on_disk():
+    """HDF5 data sets and memory maps with the same rows in each process."""
+    import h5py
+
+    name = f"rows-{rank}"
+    if not Path(f"{name}.npy").exists():
+        with h5py.File(f"{name}.h5", "w") as file:
+            file["x"], file["y"] = X[:31], Y[:31]
+        np.save(f"{name}.npy", W[:31])
+    file = h5py.File(f"{name}.h5", "r")
+    return Lazy(file["x"]), file["y"], np.load(f"{name}.npy", mmap_mode="r")
+
+
+def of_files(_):
+    return on_disk()
+
+
+def split_arrays():
+    """Arrays on a disk, of which each process reads its rows, in the order of one process."""
+    import torch
+
+    far, (x, y, weights) = [], on_disk()
+    for shuffle in (True, "batch", False):
+        found = []
+        for build in (dense, lambda: lockstep.distribute(dense())):
+            made = build()
+            several = made.__dict__.get("_lockstep") is not None
+            np.random.seed(5)
+            torch.manual_seed(5)
+            data = (lockstep.split_reading((x, y, weights)),) if several else (X[:31], Y[:31])
+            more = {} if several else {"sample_weight": W[:31]}
+            given = {"batch_size": 7, "epochs": 2, "shuffle": shuffle, "verbose": 0}
+            history = made.fit(*data, **given, **more).history
+            data = lockstep.split_reading(x) if several else X[:31]
+            predicted = made.predict(data, batch_size=5, verbose=0)
+            found.append((state(made), history, predicted))
+        far.append(distance(*found))
+    # Three times two epochs and a prediction; the first batch of each call is read whole.
+    assert x.read < 9 * (31 // size + 5) + 6 * 7, x.read
+    return max(far)
+
+
 def few_rows():
     """A batch of fewer rows than processes: one of them has none."""
     import torch
@@ -833,6 +891,7 @@ CASES |= {
     "stops alone": stops_alone,
     "rows stay": rows_stay,
     "split reading": split,
+    "split arrays": split_arrays,
     "split by workers": lambda: split(workers=2, generator=True),
     "split few rows": few_rows,
     "resumes arrays": lambda: resumes(whole_arrays),
@@ -841,6 +900,7 @@ CASES |= {
     "resumes tf.data": lambda: resumes(shuffled),
     "resumes a DataLoader": lambda: resumes(drawn),
     "resumes a sampler": lambda: resumes(sampled),
+    "resumes split arrays": lambda: resumes(of_files, lockstep.split_reading, stops=13),
     "resumes split": lambda: resumes(all_drawn, lockstep.split_reading),
     "fails on two": lambda: distance(fails_on_two().count_params(), dense().count_params()),
     "goes on": goes_on,
@@ -909,7 +969,12 @@ REFUSED = {
     "verify beside": lambda made: lockstep.verify(made, own((X, Y)) if rank else (X, Y), steps=1),
     "bench": lambda made: lockstep.bench(made, own((X, Y)), steps=1),
     "random rows": lambda made: made.fit(lockstep.split_reading(random_rows()), verbose=0),
-    "not by row": lambda made: made.fit(lockstep.split_reading(X), verbose=0),
+    "not by row": lambda made: made.fit(lockstep.split_reading(iter([X])), verbose=0),
+    "other files": lambda made: made.fit(lockstep.split_reading((X + rank, Y)), verbose=0),
+    "other numbers": lambda made: made.fit(lockstep.split_reading((X, Y[1:])), verbose=0),
+    "a split class weight": lambda made: made.fit(
+        lockstep.split_reading(all_drawn(None)), class_weight={0: 1.0}, verbose=0
+    ),
     "other order": lambda made: made.fit(lockstep.split_reading(other_order()), verbose=0),
     "adapt": lambda made: layers.Normalization().adapt(own(X)),
 }

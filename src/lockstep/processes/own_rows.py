@@ -326,7 +326,8 @@ def check_class_weight(given: dict[str, Any]) -> None:
     """Raise if weights of classes are given, of which Keras takes none with a generator."""
     if given.get("class_weight") is not None:
         raise UnusableData(
-            "class_weight was given, and Keras takes none with a generator or a function.\n"
+            "class_weight was given, and these data take none: a generator, a function, or rows "
+            "that are\nread by all processes together.\n"
             "Yield sample weights: (x, y, sample_weight)."
         )
 

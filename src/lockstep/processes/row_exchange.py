@@ -97,6 +97,8 @@ def _described(part: Any, arrays: list[np.ndarray]) -> Any:
             f"A batch has an array {sizes}, and its rows belong to one process each.\n"
             "Give every array of a batch as many rows."
         )
+    if not array.dtype.isnative:  # its bytes travel, and have no order of their own
+        array = array.astype(array.dtype.newbyteorder("="))
     arrays.append(array)
     return len(arrays) - 1
 
@@ -246,7 +248,8 @@ class RowExchange:
         common = self._common([each for _, each, *_ in words])
         counts = Counts(tuple(int(each) for each, *_ in words), bool(words[0][3]))
         if self.stays is not None and self.stays(counts.each):
-            return common.batch([RowsHere(_own_copy(array), counts) for array in arrays]), counts
+            # A device may read the copy in place.
+            return common.batch([RowsHere(array.copy(), counts) for array in arrays]), counts
         packed = _packed(arrays, common.bytes_of(rows))
         parts = current().gather(packed, [common.bytes_of(each) for each in counts.each])
         of_each = [
@@ -333,11 +336,6 @@ def _digests(arrays: list[np.ndarray], rows: int) -> list[str]:
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view("uint8")
-
-
-def _own_copy(array: np.ndarray) -> np.ndarray:
-    """Return a copy in the byte order of this machine, which a device may read in place."""
-    return array.astype(array.dtype.newbyteorder("="))
 
 
 def _packed(arrays: list[np.ndarray], size: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from lockstep.processes.group import current
 from lockstep.processes.own_rows import OwnRows, Passes, check_class_weight
 from lockstep.processes.process_group import several
 from lockstep.processes.row_exchange import RowExchange
+from lockstep.processes.split_arrays import SplitArrays
 from lockstep.processes.split_reading import SplitRows
 
 
@@ -36,7 +37,9 @@ def global_data(data: dict[str, Any]) -> dict[str, Any]:
     if not is_own:
         return data
     if several():
-        adapter = SplitRows if isinstance(own, SplitReading) else OwnRows
+        adapter: type[OwnRows] = OwnRows
+        if isinstance(own, SplitReading):
+            adapter = SplitArrays if own.is_arrays else SplitRows
         return {"x": adapter(own, data), **_kept(data)}
     if own.makes_batches is not None:
         check_class_weight(data)

@@ -153,8 +153,9 @@ def split_reading(data: Any) -> SplitReading:
 def _are_arrays(data: Any) -> bool:
     """Return whether data are arrays, or nests of them, whose rows can be read by number."""
     if isinstance(data, dict | list | tuple):
-        parts = [*data.values()] if isinstance(data, dict) else data
-        return bool(parts) and all(part is None or _are_arrays(part) for part in parts)
+        every = data.values() if isinstance(data, dict) else data
+        parts = [part for part in every if part is not None]
+        return bool(parts) and all(map(_are_arrays, parts))
     names = ("shape", "dtype", "__getitem__")
     # A table is read by its columns; a mask would get lost.
     is_other = hasattr(data, "iloc") or type(data).__name__ == "MaskedArray"

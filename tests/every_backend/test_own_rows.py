@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from lockstep.errors import UnusableData
 from lockstep.processes.group import current
 from lockstep.processes.own_rows import share_of_batch
 from lockstep.processes.row_exchange import Counts, Form
+from lockstep.processes.split_arrays import read_rows
+from lockstep.tools.batches import first_batches
 from tests.tiers import further
 
 HERE = Path(__file__).parents[2]
@@ -37,12 +40,15 @@ CASES = [
     *("fails in one process", "resumes arrays", "resumes a PyDataset", "resumes tf.data"),
     *("resumes a DataLoader", "resumes split", "resumes where rows stay", "rows stay"),
     *("split reading", "split by workers", "split few rows", "sampler", "stops alone"),
-    *("resumes a sampler", "steps of a pass"),
+    *("resumes a sampler", "steps of a pass", "plain batches beside"),
+    *("plain batch beside", "predict into files", "predict goes on", "global arrays"),
+    *("verify", "Ctrl-C in one process", "split arrays", "resumes split arrays"),
 ]
 QUICK = (
     *("one ends early", "no rows from the start", "arrays", "on_batch", "fails in one process"),
-    "split reading",
+    *("split reading", "plain batch beside", "predict goes on"),
 )
+KILLED = ["killed predict", "killed fit"]
 REFUSED = {
     "plain beside": ("ProcessesDisagree", "was given plain data"),
     "plain evaluate": ("ProcessesDisagree", "was given plain data"),
@@ -57,22 +63,30 @@ REFUSED = {
     "text": ("UnusableData", "an array of type <U1"),
     "a number": ("UnusableData", "an array of shape () beside 2 rows"),
     "repeats": ("UnusableData", "has 31 rows for 4 processes, and repeats 1 of them"),
-    "a class weight": ("UnusableData", "class_weight was given, and Keras takes none"),
+    "a class weight": ("UnusableData", "class_weight was given, and these data take none"),
+    "a split class weight": ("UnusableData", "class_weight was given, and these data take none"),
+    "other files": ("UnusableData", "the arrays of the processes differ"),
+    "other numbers": ("UnusableData", "split_reading was given arrays of [89, 90] rows"),
     "batch beside": ("UnusableData", "beside them a ndarray of all rows"),
-    "file": ("UnsupportedModel", "one process writes a file"),
+    "replicated": ("UnusableData", "of all processes is replicated over them"),
+    "columns": ("UnusableData", "is split along another dim than its rows"),
+    "in reverse": ("UnusableData", "has its rows in another order than that of the processes"),
+    "plain global": ("ProcessesDisagree", "Wrap data of such arrays in lockstep.process_local"),
+    "verify beside": ("ProcessesDisagree", "was given plain data"),
+    "bench": ("UnusableData", "bench and plan take the data of all processes"),
     "random rows": ("UnusableData", "a row depends on more than its index"),
-    "not by row": ("UnusableData", "split_reading was given a ndarray"),
+    "not by row": ("UnusableData", "split_reading was given a list_iterator"),
     "other order": ("ProcessesDisagree", "draws other rows, or in another order"),
     "adapt": ("UnusableData", "where an array or batches are expected"),
 }
 
 
-def run(processes, names, folder):
+def run(processes, names, folder, *options):
     """Run cases in several processes; what each of them reported, by case, and what was printed."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_"))}
     environment |= {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "src")])}
     script = [str(HERE / "tests" / "processes" / "own_rows.py"), ",".join(names)]
-    started = [sys.executable, "-m", "lockstep", "run", "--processes", str(processes)]
+    started = [sys.executable, "-m", "lockstep", "run", "--processes", str(processes), *options]
     done = subprocess.run(
         [*started, *script],
         cwd=folder,
@@ -88,6 +102,11 @@ def run(processes, names, folder):
             found.setdefault(report.pop("case"), []).append(report)
         path.unlink()
     return found, done.stdout
+
+
+if BACKEND != "jax":  # which has arrays of all processes
+    for name in ("replicated", "columns", "in reverse", "plain global"):
+        del REFUSED[name]
 
 
 @functools.cache
@@ -109,7 +128,7 @@ def _of_backend(cases):
     # fork of JAX may stand still.
     others = {
         "jax": ["split by workers"],
-        "torch": ["several steps at once", "a stateful RNN", "rows stay"],
+        "torch": ["several steps at once", "a stateful RNN", "rows stay", "global arrays"],
     }
     return [case for case in cases if case not in others[BACKEND]]
 
@@ -154,6 +173,35 @@ if SEVERAL:
         found, printed = run(processes, ["goes on"], tmp_path)
         assert "goes on" in found, printed[-3000:]
         assert found["goes on"][0]["far"] < 1e-10
+
+    @pytest.mark.thorough
+    def test_another_number_of_processes_predicts_anew(tmp_path):
+        run(2, ["leaves files"], tmp_path)
+        found, printed = run(3, ["predict anew"], tmp_path)
+        assert "predict anew" in found, printed[-3000:]
+        assert found["predict anew"][0]["far"] < 1e-10
+        names = sorted(each.name for each in tmp_path.glob("anew*"))
+        left = [f"anew-0000{rank}-of-00002.npy.partial" for rank in (0, 1)]
+        assert names == sorted([*left, *(f"anew-0000{rank}-of-00003.npy" for rank in range(3))])
+
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("case", KILLED)
+    def test_a_process_is_killed_and_all_go_on(case, tmp_path):
+        found, printed = run(2, [case], tmp_path, "--restarts", "1")
+        assert case in found, printed[-3000:]
+        assert found[case][0]["far"] < 1e-10
+        assert "restart 1 of 1" in printed
+        assert not [*tmp_path.glob("*.partial")]
+
+
+if BACKEND == "jax":  # on PyTorch a process has one device
+
+    @pytest.mark.thorough
+    def test_arrays_of_all_processes_lie_on_several_devices_of_each(tmp_path):
+        given = ("--devices-per-process", "2")
+        found, printed = run(2, ["global arrays", "predict into files"], tmp_path, *given)
+        assert "predict into files" in found, printed[-3000:]
+        assert max(found[case][0]["far"] for case in found) < 1e-10
 
 
 def made():
@@ -203,6 +251,14 @@ def test_one_process_takes_it_as_plain_data(kind, recwarn):
         np.testing.assert_allclose(mine, one.predict_on_batch(X), rtol=1e-5)
 
 
+@pytest.mark.parametrize("data", [(X, Y), Sequence(), batches])
+def test_tools_take_it_as_plain_data_in_one_process(data):
+    found = first_batches(lockstep.process_local(data), 2, 4 if isinstance(data, tuple) else None)
+    for (x, y), rows in zip(found, (slice(0, 4), slice(4, 8)), strict=True):
+        np.testing.assert_array_equal(x.astype("float32"), X[rows].astype("float32"))
+        np.testing.assert_array_equal(y.astype("float32"), Y[rows].astype("float32"))
+
+
 def test_y_beside_it_is_refused_in_one_process():
     model = lockstep.distribute(made(), 2)
     with pytest.raises(UnusableData, match=r"y was given beside lockstep\.process_local\(ndarray"):
@@ -229,6 +285,23 @@ def test_the_form_of_a_batch_travels_as_text():
     assert back[0]["a"][1] is None
     for one, other in zip(keras.tree.flatten(back), keras.tree.flatten(batch), strict=True):
         assert one is other is None or (one == other).all()
+
+
+def test_bytes_travel_in_the_order_of_the_machine():
+    form, (array,) = Form.of(X.astype(">f8"))
+    packed = np.ascontiguousarray(array).reshape(-1).view("uint8")
+    (back,) = form.rows_in(packed, len(X))
+    np.testing.assert_array_equal(back, X)
+
+
+@pytest.mark.parametrize("rows", [[4, 5, 6], [6, 4, 5], [9, 0, 3], [7]])
+def test_rows_of_a_file_are_read_in_any_order(rows, tmp_path):
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["x"], file["y"] = X.astype("float16"), np.arange(10)
+        x, y = (read_rows(file[name], np.array(rows)) for name in "xy")
+    np.testing.assert_array_equal(x, X.astype("float16").astype(keras.config.floatx())[rows])
+    assert x.dtype == keras.config.floatx()
+    np.testing.assert_array_equal(y, rows)
 
 
 def test_rows_of_a_process_are_a_slice():

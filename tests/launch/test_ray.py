@@ -215,6 +215,17 @@ def test_two_nodes_train_what_one_process_trains_on_pytorch_in_double_precision(
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_workers_with_shards_of_ray_data_train_what_one_device_trains(backend, cluster, tmp_path):
+    more = {"KERAS_BACKEND": backend, "LOCKSTEP_REHEARSE": "2" if backend == "jax" else "1"}
+    status, out, error = run(cluster, CASES, "own rows", tmp_path, 2, **more)
+    assert status == 0, out + error
+    assert "rows of 2 processes" in out
+    (far,) = (line.split()[1] for line in out.splitlines() if line.startswith("far "))
+    assert float(far) < 1e-10
+
+
+@pytest.mark.whole
 def test_a_torch_trainer_is_refused_as_it_has_made_a_process_group(cluster, tmp_path):
     on_torch = {"KERAS_BACKEND": "torch", "LOCKSTEP_REHEARSE": "1"}
     status, out, error = run(cluster, CASES, "TorchTrainer", tmp_path / "run", 2, **on_torch)

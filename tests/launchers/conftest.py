@@ -24,13 +24,13 @@ def alone(nodes, tmp_path_factory):
     """A function that returns the values of stock Keras on one device."""
     found = {}
 
-    def values(backend):
-        if backend not in found:
+    def values(backend, *more):
+        if (backend, more) not in found:
             folder = tmp_path_factory.mktemp("alone")
-            given = ("python", TRAIN, "--alone", "--folder", folder)
+            given = ("python", TRAIN, "--alone", "--folder", folder, *more)
             status, out, error = nodes.run(*given, KERAS_BACKEND=backend)
             assert status == 0, out + error
-            found[backend] = read(folder, 0)
-        return found[backend]
+            found[backend, more] = read(folder, 0)
+        return found[backend, more]
 
     return values

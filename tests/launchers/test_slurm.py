@@ -23,18 +23,20 @@ def steps(folder, rank=0):
     return [int(word) for word in file.read_text().split()] if file.exists() else [0, 0]
 
 
+@pytest.mark.parametrize("rows", [(), ("--own-rows",)], ids=["", "own rows"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_srun_trains_on_two_nodes_what_one_device_trains(backend, nodes, alone, tmp_path):
-    options = ("--nodes=2", "--ntasks=2", "python", TRAIN, "--folder", tmp_path)
+def test_srun_trains_on_two_nodes_what_one_device_trains(backend, rows, nodes, alone, tmp_path):
+    options = ("--nodes=2", "--ntasks=2", "python", TRAIN, "--folder", tmp_path, *rows)
     more = {"KERAS_BACKEND": backend, "LOCKSTEP_REHEARSE": "2" if backend == "jax" else "1"}
     status, out, error = nodes.run("srun", *options, **more)
     assert status == 0, out + error
     assert {"process 0 of 2 on node1", "process 1 of 2 on node2"} <= {*out.splitlines()}
     assert f"{backend}, {4 if backend == 'jax' else 2} devices" in out
     assert out.count("Epoch 3/3") == 1
+    assert ("rows of 2 processes" in out) is bool(rows)
     assert "[c10d]" not in error
     for rank in (0, 1):
-        assert_equal(read(tmp_path, rank), alone(backend))
+        assert_equal(read(tmp_path, rank), alone(backend, *rows))
 
 
 @pytest.mark.parametrize(

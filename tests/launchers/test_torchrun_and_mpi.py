@@ -10,9 +10,10 @@ from tests.launchers.two_nodes import TRAIN, assert_equal, read
 pytestmark = pytest.mark.thorough
 
 
-def test_torchrun_trains_on_two_nodes_what_one_device_trains(nodes, alone, tmp_path):
+@pytest.mark.parametrize("rows", [(), ("--own-rows",)], ids=["", "own rows"])
+def test_torchrun_trains_on_two_nodes_what_one_device_trains(rows, nodes, alone, tmp_path):
     meets = ("--rdzv-backend=c10d", "--rdzv-endpoint=node1:29500", "--rdzv-id=1")
-    options = ("--nnodes=2", "--nproc-per-node=1", *meets, TRAIN, "--folder", tmp_path)
+    options = ("--nnodes=2", "--nproc-per-node=1", *meets, TRAIN, "--folder", tmp_path, *rows)
     more = {"KERAS_BACKEND": "torch", "LOCKSTEP_REHEARSE": "1"}
     hosts = ("node1", "node2")
     started = [nodes.start("torchrun", *options, at=host, **more) for host in hosts]
@@ -24,7 +25,7 @@ def test_torchrun_trains_on_two_nodes_what_one_device_trains(nodes, alone, tmp_p
     }
     assert out.count("torch, 2 devices") == 1
     for rank in (0, 1):
-        assert_equal(read(tmp_path, rank), alone("torch"))
+        assert_equal(read(tmp_path, rank), alone("torch", *rows))
 
 
 REMOTE = """#!/bin/bash

@@ -1,6 +1,6 @@
 """A training of the tests in double precision: alone by stock Keras, or in several processes.
 
-python train.py --folder FOLDER [--alone] [--pause SECONDS]
+python train.py --folder FOLDER [--alone] [--own-rows] [--pause SECONDS]
 """
 
 import argparse
@@ -46,6 +46,32 @@ def build():
     return model
 
 
+class Batches(keras.utils.PyDataset):
+    def __init__(self, batches):
+        super().__init__()
+        self._batches = batches
+
+    def __len__(self):
+        return len(self._batches)
+
+    def __getitem__(self, number):
+        return self._batches[number]
+
+
+def own_batches(x, y, rank):
+    """The batches of one of two processes: five of 6 rows, or six of 4, the last one of 3."""
+    first, last, rows = ((0, 30, 6), (30, 53, 4))[rank]
+    cuts = [slice(at, min(at + rows, last)) for at in range(first, last, rows)]
+    return [(x[cut], y[cut]) for cut in cuts]
+
+
+def joined(every):
+    """The global batches: the rows of each process, in the order of the ranks."""
+    steps = range(max(map(len, every)))
+    parts = [[batches[step] for batches in every if step < len(batches)] for step in steps]
+    return [tuple(map(np.concatenate, zip(*part, strict=True))) for part in parts]
+
+
 def main(options):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(53, 6)), rng.normal(size=(53, 3))
@@ -59,7 +85,13 @@ def main(options):
     model = build()
     if not options.alone:
         lockstep.distribute(model)
-    model.fit(x, y, batch_size=10, epochs=3, shuffle=False, verbose=2, callbacks=callbacks)
+    given = {"epochs": 3, "shuffle": False, "verbose": 2, "callbacks": callbacks}
+    if not options.own_rows:
+        model.fit(x, y, batch_size=10, **given)
+    elif options.alone:
+        model.fit(Batches(joined([own_batches(x, y, process) for process in (0, 1)])), **given)
+    else:
+        model.fit(lockstep.process_local(Batches(own_batches(x, y, rank))), **given)
     variables = [*model.variables, *model.optimizer.variables]
     values = [keras.ops.convert_to_numpy(each.value) for each in variables]
     np.savez(options.folder / f"values-{rank}.npz", *values)
@@ -69,5 +101,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--alone", action="store_true", help="stock Keras on one device")
+    parser.add_argument("--own-rows", action="store_true", help="each process has its rows")
     parser.add_argument("--pause", type=float, default=float(os.environ.get("PAUSE", 0)))
     main(parser.parse_args())

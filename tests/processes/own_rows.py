@@ -6,9 +6,12 @@ is given the joined batches, made here by hand. The first process writes the dis
 
 import itertools
 import json
+import os
+import signal
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -18,6 +21,7 @@ import lockstep
 from lockstep.errors import LockstepError
 from lockstep.keras_compat import compute_in_float64
 from lockstep.processes.group import current
+from lockstep.training import predictions
 
 rank, size = lockstep.initialize()
 compute_in_float64()
@@ -368,7 +372,198 @@ def predicts_to_function():
     return distance(np.concatenate(got), dense().predict(rows, verbose=0))
 
 
-def fails():
+def predicts_into_files():
+    """Each process has a file of its rows, or a folder for several outputs."""
+    far = 0.0
+    for rows, steps in (((4, 3, 2), (6, 4, 5)), ((4, 3, 2), (6, 0, 5)), ((4, 4, 4), (5, 5, 5))):
+        every = of_all(rows, steps)
+        made = lockstep.distribute(dense())
+        path = lockstep.predict(made, own(Sequence(every[rank])), "files.npy", verbose=0)
+        assert path.name == f"files-{rank:05d}-of-{size:05d}.npy"
+        here = len(every[rank]) * rows[rank]
+        start = sum(rows[r] * steps[r] for r in range(rank))
+        wanted = dense().predict(X, verbose=0)[start : start + here]
+        found = np.load(path)
+        assert found.shape == (here, 2)
+        far = max(far, distance(found, wanted))
+    both = keras.Model(made.inputs, {"one": made.outputs[0], "two": made.outputs[0] * 2})
+    path = lockstep.predict(
+        lockstep.distribute(both), own(Sequence(every[rank])), "folder", verbose=0
+    )
+    assert path.name == f"folder-{rank:05d}-of-{size:05d}"
+    return max(far, distance(np.load(path / "two.npy"), 2 * wanted))
+
+
+def predicts_on():
+    """A call that has failed goes on at the newest position that all processes have noted."""
+    every = of_all((4, 3, 2), (8, 6, 7))
+
+    def read(end, scale=1):
+        for number, (x, _) in enumerate(every[rank]):
+            if number == end and rank == size - 1:
+                raise ValueError("a file is damaged")
+            yield (x * scale,)
+
+    made, seen, before = lockstep.distribute(dense()), [], (predictions.SECONDS, predictions._SHARE)
+    predictions.SECONDS, predictions._SHARE = 0.0, 0
+    for data, of_last in ((read(4), "a file is damaged"), (read(None, 1 + rank), "have changed")):
+        try:
+            lockstep.predict(made, own(data), "on.npy", verbose=0)
+        except (LockstepError, ValueError) as error:
+            said = str(error)
+        assert of_last in said or " left its predict by an error" in said, said
+        assert rank < size - 1 or of_last in said, said
+    predictions.SECONDS, predictions._SHARE = before
+    place = Path(f"on-{rank:05d}-of-{size:05d}.npy.partial/position.json")
+    noted = json.loads(place.read_text())
+    older = noted["earlier"][0]["position"][0]
+    assert older < noted["position"][0] <= 4, noted
+    if rank == size - 1:  # as a kill leaves it before the last note
+        place.write_text(json.dumps({**noted, **noted["earlier"][0], "earlier": []}))
+    steps = Seen(seen)
+    path = lockstep.predict(made, own(read(None)), "on.npy", verbose=0, callbacks=steps)
+    assert seen[0] == older, seen
+    assert seen[-1] == 7, seen
+    wanted = dense().predict(np.concatenate([x for x, _ in every[rank]]), verbose=0)
+    return distance(np.load(path), wanted)
+
+
+def spread(batches, spec="x", devices=None):
+    """The same batches as arrays of all processes, as guides of JAX make them."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices() if devices is None else devices), "x")
+    made = jax.make_array_from_process_local_data
+    layout = NamedSharding(mesh, PartitionSpec(*spec))
+    return [tuple(made(layout, part) for part in batch) for batch in batches]
+
+
+def global_arrays():
+    """Arrays that JAX has laid out over the processes by rows are rows of each."""
+    every = of_all((4, 4, 4), (5, 5, 5))
+    far = [
+        compared(dense, lambda batches, w=wrap: w(spread(batches)), every)
+        for wrap in (Sequence, lambda batches: lambda: iter(batches), SpreadGrain)
+    ]
+    plain, made = dense(), lockstep.distribute(dense())
+    x, y = (np.concatenate(each) for each in zip(*every[rank], strict=True))
+    ((own_x, own_y),) = spread([(x, y)])
+    own_batch = spread(every[rank][:1])[0]
+    truth = joined(every)
+    plain.fit(Sequence(truth), shuffle=False, verbose=0)
+    plain.train_on_batch(*truth[0])
+    made.fit(own((own_x, own_y)), batch_size=4 * size, shuffle=False, verbose=0)
+    made.train_on_batch(*map(own, own_batch))
+    return max(*far, distance(state(made), state(plain)))
+
+
+class SpreadGrain:
+    """Grain with batches of such arrays."""
+
+    def __new__(cls, batches):
+        import grain
+
+        return grain.MapDataset.range(len(batches)).map(lambda number: batches[number])
+
+
+class Seen(keras.callbacks.Callback):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.seen.append(batch)
+
+
+def of_stream(process, end=12):
+    """Files of this process, of which it is killed in the middle once."""
+    for number in range(end):
+        x = np.random.default_rng(100 * process + number).normal(size=(5 - process, 6))
+        if number == 7 and process == rank == size - 1 and not Path("killed").exists():
+            Path("killed").touch()
+            time.sleep(1)  # the first process has noted more
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield (x,)
+
+
+def killed_predict():
+    """A process that is killed predicts in files that it had begun."""
+    predictions.SECONDS, predictions._SHARE, seen = 0.0, 0, []
+    made, steps = lockstep.distribute(dense()), Seen(seen)
+    path = lockstep.predict(made, own(of_stream(rank)), "kill.npy", verbose=0, callbacks=steps)
+    assert 0 < seen[0] <= 7, seen
+    wanted = dense().predict(np.concatenate([x for (x,) in of_stream(rank)]), verbose=0)
+    return distance(np.load(path), wanted)
+
+
+def leaves_files():
+    """Two processes fail; another number of them begins anew."""
+    try:
+        return predicts_anew(stops=True)
+    except (LockstepError, ValueError):
+        return 0.0
+
+
+def predicts_anew(stops=False):
+    def read():
+        for number, (x, _) in enumerate(of_number(size)[rank]):
+            if number == 2 and stops:
+                raise ValueError("a file is damaged")
+            yield (x,)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        path = lockstep.predict(lockstep.distribute(dense()), own(read()), "anew.npy", verbose=0)
+    words = "anew-00000-of-00002.npy.partial is unfinished, and 3 processes have other rows each"
+    assert rank or any(words in str(each.message) for each in said)
+    return distance(np.load(path), dense().predict(np.concatenate([*read()], 1)[0], verbose=0))
+
+
+def verified():
+    """The batches that are compared are the global ones."""
+    every, found = of_all((4, 3, 2)), []
+    whole = [len(x) for x, _ in joined(every)]
+    for data in (Sequence(every[rank]), lambda: iter(every[rank])):
+        report = lockstep.verify(dense(), own(data), steps=len(whole) + 1)
+        assert report.equal, str(report)
+        assert report.rows == (min(whole), max(whole)), report.rows
+        found.append(max(each.largest for each in report.differences))
+    return max(found)
+
+
+def killed_fit():
+    """A process that is killed goes on from the checkpoint, as if it had not been."""
+
+    def read(kills):
+        passes.append(1)
+        for number, batch in enumerate(of_all((4, 3, 2))[rank]):
+            is_here = rank == size - 1 and number == 3 and len(passes) == 3
+            if kills and is_here and not Path("killed").exists():
+                Path("killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+    class Counts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            steps.append(batch)
+
+    found, steps, passes = [], [], []
+    for kills in (True, False):
+        made = lockstep.distribute(dense())
+        saves = [lockstep.Checkpoint("run", steps=2)] if kills else []
+        rows = own(lambda kills=kills: read(kills))
+        made.fit(rows, epochs=3, verbose=0, callbacks=[*saves, Counts()])
+        found.append(state(made))
+    assert Path("killed").exists()
+    assert 18 < len(steps) < 36, len(steps)  # 18 steps, and those after the checkpoint
+    plain = dense()
+    plain.fit(Sequence(joined(of_all((4, 3, 2)))), epochs=3, shuffle=False, verbose=0)
+    assert distance(*found) == 0, distance(*found)
+    return distance(found[0], state(plain))
+
+
+def fails(interrupts=False):
     """The data of the last process fail: all end in words, after the last common step."""
     every = of_all((4, 3, 2), (4, 4, 4))
     plain, made = dense(), lockstep.distribute(dense())
@@ -378,14 +573,17 @@ def fails():
     def read():
         yield from every[rank][:2]
         if rank == size - 1:
+            if interrupts:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)  # it ends at once
             raise ValueError("a file is damaged")
         yield from every[rank][2:]
 
     try:
         made.fit(own(read()), verbose=0)
-    except (LockstepError, ValueError) as error:
+    except (LockstepError, ValueError, KeyboardInterrupt) as error:
         said = str(error)
-    of_last = "a file is damaged"
+    of_last = "" if interrupts else "a file is damaged"
     assert said == of_last if rank == size - 1 else f"Process {size - 1} left its fit" in said, said
     return distance(state(made), state(plain))
 
@@ -407,12 +605,12 @@ class Stops(keras.callbacks.Callback):
             raise Failed
 
 
-def resumes(wrap, own=lockstep.process_local, shares=(4, 3, 2)):
+def resumes(wrap, own=lockstep.process_local, shares=(4, 3, 2), stops=16):
     """A run that has failed within an epoch goes on, bit for bit."""
     found = []
-    for folder, stops in (("whole", None), ("parts", 16)):
+    for folder, after in (("whole", None), ("parts", stops)):
         folder = f"{folder}-{wrap.__name__}-{shares[0] == shares[1]}"
-        for stop in (stops, None) if stops else (None,):
+        for stop in (after, None) if after else (None,):
             np.random.seed(7 + rank)
             made = lockstep.distribute(dense())
             rows = wrap(of_all(shares)[rank])
@@ -546,6 +744,64 @@ def split(workers=0, **given):
     return distance(*found)
 
 
+class Lazy:
+    """An array on a disk, which counts the rows that are read."""
+
+    def __init__(self, file):
+        self.file, self.read, self.whole = file, 0, 0
+        self.shape, self.dtype = file.shape, file.dtype
+
+    def __getitem__(self, rows):
+        found = self.file[rows]
+        self.read += len(found)
+        return found
+
+    def __array__(self, *_, **__):
+        raise AssertionError("all rows were read at once")
+
+
+def on_disk():
+    """HDF5 data sets and memory maps with the same rows in each process."""
+    import h5py
+
+    name = f"rows-{rank}"
+    if not Path(f"{name}.npy").exists():
+        with h5py.File(f"{name}.h5", "w") as file:
+            file["x"], file["y"] = X[:31], Y[:31]
+        np.save(f"{name}.npy", W[:31])
+    file = h5py.File(f"{name}.h5", "r")
+    return Lazy(file["x"]), file["y"], np.load(f"{name}.npy", mmap_mode="r")
+
+
+def of_files(_):
+    return on_disk()
+
+
+def split_arrays():
+    """Arrays on a disk, of which each process reads its rows, in the order of one process."""
+    import torch
+
+    far, (x, y, weights) = [], on_disk()
+    for shuffle in (True, "batch", False):
+        found = []
+        for build in (dense, lambda: lockstep.distribute(dense())):
+            made = build()
+            several = made.__dict__.get("_lockstep") is not None
+            np.random.seed(5)
+            torch.manual_seed(5)
+            data = (lockstep.split_reading((x, y, weights)),) if several else (X[:31], Y[:31])
+            more = {} if several else {"sample_weight": W[:31]}
+            given = {"batch_size": 7, "epochs": 2, "shuffle": shuffle, "verbose": 0}
+            history = made.fit(*data, **given, **more).history
+            data = lockstep.split_reading(x) if several else X[:31]
+            predicted = made.predict(data, batch_size=5, verbose=0)
+            found.append((state(made), history, predicted))
+        far.append(distance(*found))
+    # Three times two epochs and a prediction; the first batch of each call is read whole.
+    assert x.read < 9 * (31 // size + 5) + 6 * 7, x.read
+    return max(far)
+
+
 def few_rows():
     """A batch of fewer rows than processes: one of them has none."""
     import torch
@@ -613,12 +869,37 @@ def stops_alone():
     return 0.0
 
 
+def plain_beside(*names):
+    """Plain data in one process are found by it, and not at the end of the patience."""
+    (x, y), start = (each[:8] for each in (X, Y)), time.monotonic()
+    for name in names:
+        made = lockstep.distribute(dense())
+        before = made.get_weights()
+        given = (x,) if name == "predict_on_batch" else (x, y)
+        if rank != size - 1:
+            given = [*map(own, given)]
+        try:
+            getattr(made, name)(*given)
+        except LockstepError as error:
+            said = str(error)
+        mine = f"was given lockstep.process_local, and process {size - 1} plain data"
+        left = f"Process {size - 1} left its {name}"
+        assert (mine if rank == size - 1 else left) in said, said
+        assert distance(made.get_weights(), before) == 0
+        made.train_on_batch(x, y)
+    assert time.monotonic() - start < 100, "the patience of a process"
+    return 0.0
+
+
 own = lockstep.process_local
 CASES |= {
+    "plain batch beside": lambda: plain_beside("train_on_batch"),
+    "plain batches beside": lambda: plain_beside("test_on_batch", "predict_on_batch"),
     "sampler": sampler,
     "stops alone": stops_alone,
     "rows stay": rows_stay,
     "split reading": split,
+    "split arrays": split_arrays,
     "split by workers": lambda: split(workers=2, generator=True),
     "split few rows": few_rows,
     "resumes arrays": lambda: resumes(whole_arrays),
@@ -627,12 +908,22 @@ CASES |= {
     "resumes tf.data": lambda: resumes(shuffled),
     "resumes a DataLoader": lambda: resumes(drawn),
     "resumes a sampler": lambda: resumes(sampled),
+    "resumes split arrays": lambda: resumes(of_files, lockstep.split_reading, stops=13),
     "resumes split": lambda: resumes(all_drawn, lockstep.split_reading),
     "fails on two": lambda: distance(fails_on_two().count_params(), dense().count_params()),
     "goes on": goes_on,
     "on_batch": on_batch,
     "predict to a function": predicts_to_function,
+    "predict into files": predicts_into_files,
+    "predict goes on": predicts_on,
+    "global arrays": global_arrays,
+    "verify": verified,
+    "killed predict": killed_predict,
+    "leaves files": leaves_files,
+    "predict anew": predicts_anew,
     "fails in one process": fails,
+    "Ctrl-C in one process": lambda: fails(interrupts=True),
+    "killed fit": killed_fit,
 }
 CASES |= {"arrays": arrays, "class weights": class_weights, "steps_per_epoch": steps}
 CASES["steps of a pass"] = steps_of_a_pass
@@ -679,12 +970,28 @@ REFUSED = {
     "repeats": lambda made: made.fit(own(repeated()), verbose=0),
     "a class weight": lambda made: made.fit(own(iter_of_rows), class_weight={0: 1.0}, verbose=0),
     "batch beside": lambda made: made.train_on_batch(own(X), Y),
-    "file": lambda made: lockstep.predict(made, own(X), "scores.npy", verbose=0),
+    "replicated": lambda made: made.fit(own(Sequence(spread([(X, Y)], [None]))), verbose=0),
+    "columns": lambda made: made.fit(own(Sequence(spread([(X, X)], [None, "x"]))), verbose=0),
+    "in reverse": lambda made: made.predict(own(spread([(X,)], "x", reversed_devices())[0]), 9),
+    "plain global": lambda made: made.fit(Sequence(spread([(X, Y)])), verbose=0),
+    "verify beside": lambda made: lockstep.verify(made, own((X, Y)) if rank else (X, Y), steps=1),
+    "bench": lambda made: lockstep.bench(made, own((X, Y)), steps=1),
     "random rows": lambda made: made.fit(lockstep.split_reading(random_rows()), verbose=0),
-    "not by row": lambda made: made.fit(lockstep.split_reading(X), verbose=0),
+    "not by row": lambda made: made.fit(lockstep.split_reading(iter([X])), verbose=0),
+    "other files": lambda made: made.fit(lockstep.split_reading((X + rank, Y)), verbose=0),
+    "other numbers": lambda made: made.fit(lockstep.split_reading((X, Y[1:])), verbose=0),
+    "a split class weight": lambda made: made.fit(
+        lockstep.split_reading(all_drawn(None)), class_weight={0: 1.0}, verbose=0
+    ),
     "other order": lambda made: made.fit(lockstep.split_reading(other_order()), verbose=0),
     "adapt": lambda made: layers.Normalization().adapt(own(X)),
 }
+
+
+def reversed_devices():
+    import jax
+
+    return jax.devices()[::-1]
 
 
 def random_rows():

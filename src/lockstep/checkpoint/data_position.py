@@ -40,7 +40,8 @@ from lockstep.keras_compat import (
     TorchDataLoaderAdapter,
     has_workers,
 )
-from lockstep.processes.own_rows import OwnRows
+from lockstep.processes.own_rows import OwnRows, brings_own_rows
+from lockstep.processes.row_exchange import rows_of_process
 
 # The adapters and their attributes: keras/src/trainers/data_adapters/*.py
 
@@ -364,7 +365,8 @@ class PredictionPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
     """An iterator over the batches of one `predict`, which can begin after some of them.
 
     This is a mixin before an engine's iterator. Batches may be drawn ahead: the count and the
-    checksum are those of the batches that steps have taken.
+    checksum are those of the batches that steps have taken. The checksum is that of the rows of
+    this process, where each brings its own.
     """
 
     _skipped = _wanted = 0
@@ -406,8 +408,10 @@ class PredictionPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
 
     def _get_iterator(self) -> Iterator[Any]:
         number = check = 0
+        counts = self.data_adapter.counted_rows() if brings_own_rows(self.data_adapter) else None
         for number, batch in enumerate(super()._get_iterator(), 1):
-            check = checksum(batch, check)
+            mine = batch if counts is None else rows_of_process(batch, counts.popleft())
+            check = checksum(mine, check)
             if number >= self._skipped:
                 self._compare(number, check)
                 self._taken = number, check

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,17 +31,23 @@ class PredictionFolder:
 
     Args:
         path: The file of the rows, with the suffix `.npy`; or a folder with a file for each output.
+        notes: The number of the newest positions that are kept.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, notes: int = 1) -> None:
         self.path = path
         self._folder = path.with_name(path.name + SUFFIX)
         self._files: list[_RowFile] | None = None
+        self._most = notes
+        self._notes: list[dict[str, Any]] = []
         self._written: tuple[list[int], list[int]] = ([], [])  # a position, and rows of each file
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[dict[str, Any] | None]:
-        """Make the folder, and yield the position of an unfinished call, `None` if there is none.
+        """Make the folder, and yield what an unfinished call has noted, `None` without one.
+
+        The newest position is in it, and the older ones that are kept: see `positions_in`. Call
+        `go_on` with one of them, or `begin_anew`.
 
         Raises:
             PredictionFileError: If the path or the folder has something else, or another call
@@ -60,6 +67,30 @@ class PredictionFolder:
         finally:
             with contextlib.suppress(OSError):  # there is something to go on from
                 self._folder.rmdir()
+
+    def go_on(self, noted: dict[str, Any], number: int = 0) -> None:
+        """Open the files as they were at a position of an unfinished call.
+
+        Args:
+            noted: What it has noted.
+            number: The number of the position in `positions_in`.
+
+        Raises:
+            PredictionFileError: If the files have fewer rows.
+        """
+        self._notes = positions_in(noted)[number:]
+        if number:  # the files lose the rows after it
+            self._write_notes(noted)
+        position = self._notes[0]
+        try:
+            self._files = [_RowFile(self._file(each["name"]), **each) for each in position["files"]]
+            self._written = position["position"], [each["rows"] for each in position["files"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._unreadable(error) from error
+
+    def begin_anew(self) -> None:
+        """Remove the rows of an unfinished call."""
+        self._clear()
 
     def write(self, rows: Any, position: list[int]) -> None:
         """Append the rows of an execution.
@@ -106,7 +137,13 @@ class PredictionFolder:
         if self._files is None or not self._written[1]:
             return
         files = [file.synced(rows) for rows, file in self._counted()]
-        noted = {**facts, "position": self._written[0], "files": files}
+        now = {"position": self._written[0], "files": files}
+        self._notes = [now, *(each for each in self._notes if each["position"] != now["position"])]
+        del self._notes[self._most :]
+        self._write_notes(facts)
+
+    def _write_notes(self, facts: dict[str, Any]) -> None:
+        noted = {**facts, **self._notes[0], "earlier": self._notes[1:]}
         with replacing(self._folder / _POSITION) as temporary:
             temporary.write_text(json.dumps(noted))
 
@@ -174,27 +211,28 @@ class PredictionFolder:
         return self._folder / _ROWS / (self.path.name if one else f"{name}{NPY}")
 
     def _left(self) -> dict[str, Any] | None:
-        """Return the position of an unfinished call, and open its files there."""
+        """Return what an unfinished call has noted."""
         place = self._folder / _POSITION
         if not place.exists():
             self._clear()
             return None
         try:
-            position: dict[str, Any] = json.loads(place.read_text())
-            if not {"model", "weights", "position", "files"} <= position.keys():
+            noted: dict[str, Any] = json.loads(place.read_text())
+            if not {"model", "weights", "position", "files"} <= noted.keys():
                 raise ValueError("a part of it is missing")
-            paths = [self._file(each["name"]) for each in position["files"]]
-            if not all(path.exists() for path in paths):  # they are at the path: only this is left
-                self._clear()
-                return None
-            pairs = zip(paths, position["files"], strict=True)
-            self._files = [_RowFile(path, **each) for path, each in pairs]
-            self._written = position["position"], [each["rows"] for each in position["files"]]
+            paths = [self._file(each["name"]) for each in noted["files"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._refused(
-                f"{place} cannot be read ({error}).\nRemove {self._folder.name} to begin anew"
-            ) from error
-        return position
+            raise self._unreadable(error) from error
+        if not all(path.exists() for path in paths):  # they are at the path: only this is left
+            self._clear()
+            return None
+        return noted
+
+    def _unreadable(self, error: Exception) -> PredictionFileError:
+        return self._refused(
+            f"{self._folder / _POSITION} cannot be read ({error}).\n"
+            f"Remove {self._folder.name} to begin anew"
+        )
 
     def _clear(self) -> None:
         replaced = self._folder / _REPLACED
@@ -205,6 +243,37 @@ class PredictionFolder:
                 (self._folder / name).unlink()
         for name in (_ROWS, _REPLACED):
             shutil.rmtree(self._folder / name, ignore_errors=True)
+
+
+def path_of_process(path: Path, rank: int, size: int) -> Path:
+    """Return the path of the rows of a process.
+
+    Example:
+        >>> path_of_process(Path("scores.npy"), 0, 4).name
+        'scores-00000-of-00004.npy'
+    """
+    return path.with_name(f"{path.stem}-{rank:05d}-of-{size:05d}{path.suffix}")
+
+
+def unfinished_of_others(path: Path, size: int) -> list[Path]:
+    """Return the folders of unfinished calls of another number of processes.
+
+    Args:
+        path: The path without the number of a process.
+        size: The number of processes here.
+    """
+    names = re.compile(
+        rf"{re.escape(path.stem)}-\d{{5}}-of-(\d{{5}}){re.escape(path.suffix + SUFFIX)}"
+    )
+    found = [(name, names.fullmatch(name)) for name in _names_in(path.parent)]
+    others = [name for name, match in found if match and int(match[1]) != size]
+    return [path.parent / name for name in others if (path.parent / name / _POSITION).exists()]
+
+
+def positions_in(noted: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the positions of an unfinished call, the newest one first."""
+    newest = {name: noted[name] for name in ("position", "files")}
+    return [newest, *noted.get("earlier", [])]
 
 
 class _RowFile:

@@ -108,14 +108,17 @@ class SplitReading(ProcessLocal):
 def split_reading(data: Any) -> SplitReading:
     """Let each of several processes read its rows of the same data alone.
 
-    Every process is given the same `DataLoader`. The rows of a batch and their order are those of
-    one process, drawn from the same random numbers, and each process reads and collates its part of
-    them. Loss, metrics and weights are those of plain data wherever a row depends on its index
-    alone: the first batch of a call is also read whole in each process, and compared.
-    In one process the data are used as they are.
+    Every process is given the same data. The rows of a batch and their order are those of one
+    process, drawn from the same random numbers, and each process reads its part of them. Loss,
+    metrics and weights are those of plain data wherever a row depends on its index alone: the first
+    batch of a call is also read whole in each process, and compared. In one process the data are
+    used as they are.
 
     Args:
-        data: A `torch.utils.data.DataLoader` over a map-style data set.
+        data: A `torch.utils.data.DataLoader` over a map-style data set; or HDF5 data sets, memory
+            maps or other arrays: `x`, `(x, y)` or `(x, y, sample_weight)`, with the `batch_size`
+            and `shuffle` of `fit`. Keras reads HDF5 data sets whole into memory, and here each
+            process reads the rows of a batch when they are due.
 
     Returns:
         The first argument of `fit`, `evaluate`, `predict` and `lockstep.predict`, or
@@ -129,21 +132,34 @@ def split_reading(data: Any) -> SplitReading:
         >>> rows = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
         >>> loader = torch.utils.data.DataLoader(rows, batch_size=32, shuffle=True)
         >>> _ = model.fit(lockstep.split_reading(loader), shuffle=False, verbose=0)
+        >>> _ = model.fit(lockstep.split_reading((x, y)), batch_size=32, verbose=0)
     """
     kind = type(data)
     is_loader = (kind.__module__, kind.__name__) == ("torch.utils.data.dataloader", "DataLoader")
     what = f"a {kind.__name__}"
     if is_loader and not hasattr(data.dataset, "__getitem__"):
-        is_loader, what = False, f"a DataLoader over a {type(data.dataset).__name__}"
-    if is_loader and data.batch_sampler is None:
-        is_loader, what = False, "a DataLoader with batch_size=None"
-    if not is_loader:
-        raise UnusableData(
-            f"split_reading was given {what}, whose rows cannot be read one by one.\n"
-            "Give a DataLoader over a map-style data set, or a shard of the data in each process "
-            "to lockstep.process_local."
-        )
-    return SplitReading(data)
+        what = f"a DataLoader over a {type(data.dataset).__name__}"
+    elif is_loader and data.batch_sampler is None:
+        what = "a DataLoader with batch_size=None"
+    elif is_loader or _are_arrays(data):
+        return SplitReading(data)
+    raise UnusableData(
+        f"split_reading was given {what}, whose rows cannot be read one by one.\n"
+        "Give a DataLoader over a map-style data set, or arrays (x, y); or a shard of the data in "
+        "each\nprocess to lockstep.process_local."
+    )
+
+
+def _are_arrays(data: Any) -> bool:
+    """Return whether data are arrays, or nests of them, whose rows can be read by number."""
+    if isinstance(data, dict | list | tuple):
+        every = data.values() if isinstance(data, dict) else data
+        parts = [part for part in every if part is not None]
+        return bool(parts) and all(map(_are_arrays, parts))
+    names = ("shape", "dtype", "__getitem__")
+    # A table is read by its columns; a mask would get lost.
+    is_other = hasattr(data, "iloc") or type(data).__name__ == "MaskedArray"
+    return all(hasattr(data, name) for name in names) and not is_other
 
 
 def process_local(data: Any) -> ProcessLocal:

@@ -30,7 +30,7 @@ class Calls:
         self.steps = 0
         self._number = 0
         self.name = self._inner = ""
-        self._within = self._ended = self._left = False
+        self._within = self._ended = self._left = self._has_own_rows = False
         self._names = itertools.count()
         self._moves = 0
         self._files: Counter[str] = Counter()
@@ -46,7 +46,7 @@ class Calls:
                 self._inner = outer
             return
         self._number, self.name, self._within = self._number + 1, name, True
-        self._ended = self._left = False
+        self._ended = self._left = self._has_own_rows = False
         self._names, self._moves = itertools.count(), 0
         self._files.clear()
         try:
@@ -114,6 +114,23 @@ class Calls:
         self._ended = True
         self._record_end(_ENDED, current().rank)
 
+    def note_own_rows(self) -> None:
+        """Report that this process was given rows of its own for this call, which has one batch."""
+        self._has_own_rows = True
+        current().put(_place_of_rows(current().rank), json.dumps([self._number, self.name]))
+
+    def brings_others(self, process: int) -> ProcessesDisagree | None:
+        """Return the error to raise if `process` has rows of its own here, and this one plain data.
+
+        Plain data cost no exchange for it: a process that waits looks.
+        """
+        if self._has_own_rows or not self._within:
+            return None
+        said = current().get(_place_of_rows(process))
+        if said is None or json.loads(said) != [self._number, self.name]:
+            return None
+        return other_data_error((process, OWN_DATA), (current().rank, PLAIN_DATA))
+
     def left(self, process: int) -> ProcessesDisagree | None:
         """Return the error to raise if `process` will not reach the point of this wait."""
         said = current().get(_place(process))
@@ -151,5 +168,26 @@ CALLS = Calls()
 """The calls of this process, which is in one group."""
 
 
+def other_data_error(one: tuple[int, str], other: tuple[int, str]) -> ProcessesDisagree:
+    """Return the error of two processes that were given data in two ways.
+
+    Args:
+        one: A process, and its way.
+        other: Another process, and its way.
+    """
+    return ProcessesDisagree(
+        f"Process {one[0]} was given {one[1]}, and process {other[0]} {other[1]}:\n"
+        "they would not bring the rows of one batch. Give every process its data in the same way."
+    )
+
+
+OWN_DATA, PLAIN_DATA = "lockstep.process_local", "plain data"
+"""Two ways to give a process its data."""
+
+
 def _place(process: int) -> str:
     return f"lockstep/calls/{process}"
+
+
+def _place_of_rows(process: int) -> str:
+    return f"lockstep/rows/{process}"

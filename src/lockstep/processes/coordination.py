@@ -175,7 +175,8 @@ def _waited_for(places: list[str], process: int) -> str:
     start, printed, limit = time.monotonic(), False, patience()
     while True:
         waited = time.monotonic() - start
-        left = CALLS.left(process) or (_no_answer(process, waited) if waited >= limit else None)
+        left = CALLS.left(process) or CALLS.brings_others(process)
+        left = left or (_no_answer(process, waited) if waited >= limit else None)
         if left is not None:
             said = next(filter(None, map(current().get, places)), None)  # it may just have arrived
             if said is None:

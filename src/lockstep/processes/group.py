@@ -57,6 +57,14 @@ class ProcessGroup(Protocol):
         """
         ...
 
+    def rows_here(self, value: Any) -> Any:
+        """Return the rows that this process has of an array of all processes; others as they are.
+
+        Raises:
+            UnusableData: If the rows of the array are not those of one process after another.
+        """
+        ...
+
     def has_part(self, variable: Any) -> bool:
         """Return whether no process has the value of this variable whole."""
         ...
@@ -86,6 +94,9 @@ class _OneProcess:
     rank, size = 0, 1
 
     def local(self, value: Any) -> Any:
+        return value
+
+    def rows_here(self, value: Any) -> Any:
         return value
 
     def to_host(self, value: Any) -> np.ndarray:

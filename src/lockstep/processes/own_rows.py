@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 
 from lockstep.core.process_local import OwnRandomNumbers, ProcessLocal, is_generator
@@ -14,6 +15,8 @@ from lockstep.keras_compat import (
     ArrayDataAdapter,
     DataAdapter,
     GeneratorDataAdapter,
+    GrainDatasetAdapter,
+    PyDatasetAdapter,
     TFDatasetAdapter,
     TorchDataLoaderAdapter,
     drop_queued,
@@ -109,6 +112,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         epochs: The number of the last pass, which a sampler of this process is told.
         is_used: Whether that pass has begun to train, so that the next one has another number.
         is_split: Whether every process was given all data. A prediction then has all rows.
+        marks: Returns in the first process whether the next batch is to be marked in all.
     """
 
     is_split = False
@@ -122,7 +126,8 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         self.random = self._random_of(own)
         self.epochs = 0
         self._steps: int | None = given.get("steps_per_epoch")
-        self._counts: deque[Counts] | None = None
+        self._counts: list[deque[Counts]] = []
+        self.marks: Callable[[], bool] = bool
         self._pass = 0
         self._has_rows = self.is_used = False
         self._is_checked = True
@@ -155,7 +160,8 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
                 batches = self._new_pass()
                 batch, order = self._next(batches)
             self._rows.stays = self._stays if self._is_checked else None
-            found = self._rows.joined(None if batch is _END else batch, order)
+            mine = None if batch is _END else batch
+            found = self._rows.joined(mine, order, marked=self.marks())
             if found is None:
                 self._rows.close()
                 if not self._has_rows:
@@ -167,8 +173,8 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
             self._has_rows = self.is_used = True
             number += 1
             joined, counts = found
-            if self._counts is not None:
-                self._counts.append(counts)
+            for each in self._counts:
+                each.append(counts)
             self._check(joined)
             yield joined
 
@@ -183,8 +189,8 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
 
     def counted_rows(self) -> deque[Counts]:
         """Return a queue that gets the rows of each process in the batches from now on."""
-        self._counts = deque()
-        return self._counts
+        self._counts.append(deque())
+        return self._counts[-1]
 
     def _random_of(self, own: ProcessLocal) -> OwnRandomNumbers:
         """Return the random numbers that the data of this process draw."""
@@ -203,7 +209,7 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self.epochs)
         with self.random.drawn():
-            batches = iter(self.adapter.get_numpy_iterator())
+            batches = iter(_batches_of(self.adapter))
         return ((batch, "") for batch in batches)
 
     def _begin_pass(self) -> None:
@@ -257,11 +263,32 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
     batch_size = has_partial_batch = partial_batch_size = None
 
 
+def brings_own_rows(adapter: Any) -> bool:
+    """Return whether a prediction of these data has the rows of this process alone."""
+    return isinstance(adapter, OwnRows) and not adapter.is_split
+
+
 _END = object()
 
 
 def _itself(batch: Any) -> Any:
     return batch
+
+
+def _batches_of(adapter: Any) -> Any:
+    """Return a pass over the batches, in which arrays of all processes are left as they are."""
+    kinds = (Passes, GeneratorDataAdapter, PyDatasetAdapter, GrainDatasetAdapter)
+    may_have_them = keras.backend.backend() == "jax" and isinstance(adapter, kinds)
+    return adapter.get_jax_iterator() if may_have_them else adapter.get_numpy_iterator()
+
+
+def _rows_here(part: Any) -> Any:
+    """Return the rows of this process of an array, or of those in a list or dict."""
+    if isinstance(part, dict):
+        return {name: _rows_here(each) for name, each in part.items()}
+    if type(part) in (list, tuple) and part and hasattr(part[0], "shape"):
+        return type(part)(map(_rows_here, part))
+    return current().rows_here(part)
 
 
 def _adapter_of(own: ProcessLocal, given: dict[str, Any]) -> Any:
@@ -270,7 +297,7 @@ def _adapter_of(own: ProcessLocal, given: dict[str, Any]) -> Any:
     if own.makes_batches is not None or is_generator(data):
         check_class_weight(given)
         return Passes(data)
-    x, y, sample_weight = own.parts
+    x, y, sample_weight = map(_rows_here, own.parts) if own.is_arrays else own.parts
     steps = given.get("steps_per_epoch")
     size = given.get("batch_size") or (None if steps else 32)
     rank, processes = current().rank, current().size
@@ -299,7 +326,8 @@ def check_class_weight(given: dict[str, Any]) -> None:
     """Raise if weights of classes are given, of which Keras takes none with a generator."""
     if given.get("class_weight") is not None:
         raise UnusableData(
-            "class_weight was given, and Keras takes none with a generator or a function.\n"
+            "class_weight was given, and these data take none: a generator, a function, or rows "
+            "that are\nread by all processes together.\n"
             "Yield sample weights: (x, y, sample_weight)."
         )
 

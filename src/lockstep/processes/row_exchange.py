@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 
 from lockstep.errors import ProcessesDisagree, UnusableData, counted
@@ -77,6 +78,7 @@ def _described(part: Any, arrays: list[np.ndarray]) -> Any:
         return {"dict": [[key, _described(each, arrays)] for key, each in part.items()]}
     if type(part) in (tuple, list):
         return {type(part).__name__: [_described(each, arrays) for each in part]}
+    part = current().rows_here(part)
     if isinstance(part, tuple | list) or not hasattr(part, "__array__"):
         raise UnusableData(
             f"A batch has a {type(part).__name__} in it, and the rows of several processes are "
@@ -95,6 +97,8 @@ def _described(part: Any, arrays: list[np.ndarray]) -> Any:
             f"A batch has an array {sizes}, and its rows belong to one process each.\n"
             "Give every array of a batch as many rows."
         )
+    if not array.dtype.isnative:  # its bytes travel, and have no order of their own
+        array = array.astype(array.dtype.newbyteorder("="))
     arrays.append(array)
     return len(arrays) - 1
 
@@ -113,9 +117,15 @@ def _filled(structure: Any, arrays: list[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Counts:
-    """The rows of each process in a global batch, in the order of the ranks."""
+    """The rows of each process in a global batch, in the order of the ranks.
+
+    Attributes:
+        each: The rows of each process.
+        is_marked: Whether the first process has marked this batch, for all.
+    """
 
     each: tuple[int, ...]
+    is_marked: bool = False
 
     @property
     def total(self) -> int:
@@ -148,12 +158,25 @@ class RowsHere:
         start, stop, _ = index[0].indices(self.shape[0])
         return self._rows[start - self._start : stop - self._start]
 
+    def mine(self) -> np.ndarray:
+        """Return the rows of this process."""
+        return self._rows
+
     def whole(self) -> np.ndarray:
         """Return the rows of all processes; every process calls this."""
         of_row = self.dtype.itemsize * math.prod(self.shape[1:])
         sizes = [of_row * each for each in self._counts.each]
         parts = current().gather(_bytes_of(self._rows), sizes)
         return np.concatenate(parts).view(self.dtype).reshape(self.shape)
+
+
+def rows_of_process(batch: Any, counts: Counts) -> Any:
+    """Return the rows of this process in a global batch."""
+
+    def cut(leaf: Any) -> Any:
+        return leaf.mine() if isinstance(leaf, RowsHere) else leaf[counts.mine]
+
+    return keras.tree.map_structure(cut, batch)
 
 
 class RowExchange:
@@ -181,12 +204,15 @@ class RowExchange:
         said = [word[0] for word in self._exchange.gather([-1 if number is None else number])]
         return None if min(said) < 0 else int(max(said))
 
-    def joined(self, batch: Any, order: str = "") -> tuple[Any, Counts] | None:
+    def joined(
+        self, batch: Any, order: str = "", *, marked: bool = False
+    ) -> tuple[Any, Counts] | None:
         """Return the rows of all processes as one batch, `None` if no process has a batch.
 
         Args:
             batch: The batch of this process, `None` for none.
             order: A digest of what is the same in all processes.
+            marked: Whether to mark the batch. That of the first process counts.
 
         Raises:
             ProcessesDisagree: If processes have batches of other structures, types or shapes, or
@@ -202,7 +228,7 @@ class RowExchange:
         rows = len(arrays[0]) if arrays else 0
         check = _digests(arrays, rows) if self._is_first else []
         said = "" if name in self._sent else text
-        words = self._gathered([rows, name, said, check, order])
+        words = self._gathered([rows, name, said, marked, check, order])
         self._sent.add(name)
         for _, each, theirs, *_ in words:
             if theirs:
@@ -220,9 +246,10 @@ class RowExchange:
             self._is_first = False
             self._compare_first(words)
         common = self._common([each for _, each, *_ in words])
-        counts = Counts(tuple(int(each) for each, *_ in words))
+        counts = Counts(tuple(int(each) for each, *_ in words), bool(words[0][3]))
         if self.stays is not None and self.stays(counts.each):
-            return common.batch([RowsHere(_own_copy(array), counts) for array in arrays]), counts
+            # A device may read the copy in place.
+            return common.batch([RowsHere(array.copy(), counts) for array in arrays]), counts
         packed = _packed(arrays, common.bytes_of(rows))
         parts = current().gather(packed, [common.bytes_of(each) for each in counts.each])
         of_each = [
@@ -309,11 +336,6 @@ def _digests(arrays: list[np.ndarray], rows: int) -> list[str]:
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view("uint8")
-
-
-def _own_copy(array: np.ndarray) -> np.ndarray:
-    """Return a copy in the byte order of this machine, which a device may read in place."""
-    return array.astype(array.dtype.newbyteorder("="))
 
 
 def _packed(arrays: list[np.ndarray], size: int) -> np.ndarray:

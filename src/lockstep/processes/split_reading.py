@@ -14,7 +14,7 @@ from lockstep.errors import UnusableData
 from lockstep.keras_compat import TorchDataLoaderAdapter
 from lockstep.processes.coordination import digest
 from lockstep.processes.group import current
-from lockstep.processes.own_rows import OwnRows
+from lockstep.processes.own_rows import OwnRows, check_class_weight
 
 
 class SplitRows(OwnRows):
@@ -26,6 +26,7 @@ class SplitRows(OwnRows):
         return OwnRandomNumbers()
 
     def _adapter_of(self, own: ProcessLocal, given: dict[str, Any]) -> Any:
+        check_class_weight(given)
         self._whole, self._is_checked = own.data, False
         self._share = _Share(own.data.batch_sampler)
         return TorchDataLoaderAdapter(_loader_of(own.data, self._share))
@@ -60,20 +61,27 @@ class SplitRows(OwnRows):
         if self._is_checked:
             return
         self._is_checked = True
+        pairs = [keras.tree.flatten(each) for each in (batch, self._first_whole())]
+        same = len(pairs[0]) == len(pairs[1]) and all(map(_is_same, *pairs))
+        if not same:
+            raise UnusableData(
+                "The first batch that the processes have read together is another one than process "
+                f"{current().rank} reads alone:\n{self._why_other}"
+            )
+
+    _why_other = (
+        "a row depends on more than its index, such as on random numbers or on the other rows of "
+        "its batch.\nGive fit the DataLoader itself."
+    )
+
+    def _first_whole(self) -> Any:
+        """Return the first global batch of this pass, which this process reads alone."""
         loader, before = self._whole, OwnRandomNumbers.taken()
         try:
             whole = loader.collate_fn([loader.dataset[row] for row in self._share.first])
         finally:
             OwnRandomNumbers.put(before)
-        whole = tuple(keras.tree.map_structure(_as_array, whole))
-        pairs = [keras.tree.flatten(each) for each in (batch, whole)]
-        same = len(pairs[0]) == len(pairs[1]) and all(map(_is_same, *pairs))
-        if not same:
-            raise UnusableData(
-                "The first batch that the processes have read together is another one than process "
-                f"{current().rank} reads alone:\na row depends on more than its index, such as on "
-                "random numbers or on the other rows of its batch.\nGive fit the DataLoader itself."
-            )
+        return tuple(keras.tree.map_structure(_as_array, whole))
 
 
 class _Share:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.core.process_local import ProcessLocal
 from lockstep.errors import UnusableData, counted, first_line
 
 Batch = Any
@@ -35,6 +36,9 @@ def first_batches(data: Any, number: int, batch_size: int | None) -> list[Batch]
     # Keras is not imported by `import lockstep`.
     from lockstep.tools.fit_batches import fit_batches
 
+    data = _unwrapped(data)
+    if isinstance(data, ProcessLocal):
+        data = data.data()
     _check_batch_size(data, batch_size)
     if _is_arrays(data):
         parts = _parts(data)
@@ -60,6 +64,7 @@ def for_fit(data: Any, batch_size: int | None) -> Parts:
     Raises:
         UnusableData: If the data can be read only once, or `batch_size` does not apply.
     """
+    data = _unwrapped(data)
     _check_batch_size(data, batch_size)
     if isinstance(data, Iterator):
         raise UnusableData(
@@ -67,6 +72,24 @@ def for_fit(data: Any, batch_size: int | None) -> Parts:
             "by one.\nReturn arrays, a PyDataset, a tf.data.Dataset or a DataLoader."
         )
     return _parts(data) if _is_arrays(data) else (data, None, None)
+
+
+def _unwrapped(data: Any) -> Any:
+    """Return what `process_local` was given, in one process; a function stays wrapped.
+
+    Raises:
+        UnusableData: If several processes run: each would measure with other data.
+    """
+    from lockstep.processes.process_group import several
+
+    if not isinstance(data, ProcessLocal):
+        return data
+    if several():
+        raise UnusableData(
+            f"{data!r} was given, and bench and plan take the data of all processes.\n"
+            "Give them a batch of all processes, the same one in each."
+        )
+    return data if data.makes_batches is not None else data.data
 
 
 def no_batch(data: Any) -> UnusableData:

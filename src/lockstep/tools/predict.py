@@ -1,13 +1,21 @@
 """Predictions of any number of rows, into a file or to a function."""
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lockstep.core.files import path_text
 from lockstep.distribute import check_model, distribute, release
-from lockstep.errors import PredictionFileError, UnsupportedModel, UnusableData, shown
+from lockstep.errors import (
+    LockstepWarning,
+    PredictionFileError,
+    UnsupportedModel,
+    UnusableData,
+    counted,
+    shown,
+)
 
 
 def predict(
@@ -28,6 +36,8 @@ def predict(
     the weights are the same and the data begin with the same batches: it reads those again and
     compares them, and does not compute them. A complete file is computed anew and replaced whole. A
     model whose state goes from batch to batch (a stateful RNN, dropout at prediction) begins anew.
+    With `lockstep.process_local` each of several processes writes its rows, into
+    `scores-00000-of-00004.npy` and so on; after a kill, as many processes go on where all were.
 
     Args:
         model: A `keras.Model`, distributed or not. One that is not runs on the first device.
@@ -43,7 +53,7 @@ def predict(
 
     Returns:
         The path, for `numpy.load(path, mmap_mode="r")`; `None` for a function. Rows in bfloat16
-        are in float32 in the file.
+        are in float32 in the file. With `lockstep.process_local`, the path of this process.
 
     Raises:
         NotAModel: If `model` is not a Keras model.
@@ -65,6 +75,7 @@ def predict(
     from lockstep.attach.attachment import attachment_of
     from lockstep.checkpoint.prediction_folder import PredictionFolder
     from lockstep.core.fit_lines import callbacks_in
+    from lockstep.core.process_local import ProcessLocal
     from lockstep.keras_compat import trainer_class
     from lockstep.processes.process_group import several
     from lockstep.tools.batches import count_from_one
@@ -92,7 +103,12 @@ def predict(
     else:
         given = os.path.expanduser(path_text(to, "to", PredictionFileError))
         path = Path(os.path.realpath(given))  # a link stays one
-        rows = RowsIntoFiles(PredictionFolder(path))
+        if type(data) is ProcessLocal and several():
+            path = _path_here(path)
+            folder = PredictionFolder(path, notes=_NOTES)
+        else:
+            folder = PredictionFolder(path)
+        rows = RowsIntoFiles(folder)
     if not is_attached:
         distribute(model, devices=1)
     try:
@@ -102,3 +118,26 @@ def predict(
         if not is_attached:
             release(model)
     return path
+
+
+_NOTES = 3
+"""Positions that a process keeps: the newest one may be missing in another process, and the note
+of an error follows it."""
+
+
+def _path_here(path: Path) -> Path:
+    """Return the path of this process; warn if another number of processes has begun there."""
+    from lockstep.checkpoint.prediction_folder import path_of_process, unfinished_of_others
+    from lockstep.processes.group import current
+
+    rank, size = current().rank, current().size
+    others = unfinished_of_others(path, size) if rank == 0 else []
+    if others:
+        warnings.warn(
+            f"{others[0]} is unfinished, and {size} processes have other rows each: these "
+            "predictions begin anew.\nStart as many processes as then to go on there, or remove "
+            f"{counted(len(others), 'folder')} like it.",
+            LockstepWarning,
+            stacklevel=3,
+        )
+    return path_of_process(path, rank, size)

@@ -7,13 +7,14 @@ from typing import Any
 import keras
 
 from lockstep.core.process_local import ProcessLocal, SplitReading
-from lockstep.errors import ProcessesDisagree, UnusableData
-from lockstep.processes.call_scope import CALLS
+from lockstep.errors import UnusableData
+from lockstep.processes.call_scope import CALLS, OWN_DATA, PLAIN_DATA, other_data_error
 from lockstep.processes.coordination import once
 from lockstep.processes.group import current
 from lockstep.processes.own_rows import OwnRows, Passes, check_class_weight
 from lockstep.processes.process_group import several
 from lockstep.processes.row_exchange import RowExchange
+from lockstep.processes.split_arrays import SplitArrays
 from lockstep.processes.split_reading import SplitRows
 
 
@@ -29,18 +30,16 @@ def global_data(data: dict[str, Any]) -> dict[str, Any]:
     own: Any = data.get("x")
     is_own = isinstance(own, ProcessLocal)
     if several():
-        kind = _KINDS[type(own)] if is_own else "plain data"
+        kind = _KINDS[type(own)] if is_own else PLAIN_DATA
         least, greatest = once([kind, current().rank])
         if least[0] != greatest[0]:
-            raise ProcessesDisagree(
-                f"Process {greatest[1]} was given {greatest[0]}, and process {least[1]} "
-                f"{least[0]}:\nthey would not bring the rows of one batch. Give every process its "
-                "data in the same way."
-            )
+            raise other_data_error((greatest[1], greatest[0]), (least[1], least[0]))
     if not is_own:
         return data
     if several():
-        adapter = SplitRows if isinstance(own, SplitReading) else OwnRows
+        adapter: type[OwnRows] = OwnRows
+        if isinstance(own, SplitReading):
+            adapter = SplitArrays if own.is_arrays else SplitRows
         return {"x": adapter(own, data), **_kept(data)}
     if own.makes_batches is not None:
         check_class_weight(data)
@@ -57,7 +56,7 @@ def _kept(data: dict[str, Any]) -> dict[str, Any]:
 _OF_STEPS = ("steps_per_epoch", "steps_per_execution")
 
 
-_KINDS = {ProcessLocal: "lockstep.process_local", SplitReading: "lockstep.split_reading"}
+_KINDS = {ProcessLocal: OWN_DATA, SplitReading: "lockstep.split_reading"}
 
 
 def joining_rows(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +85,9 @@ def joining_rows(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
                     f"{type(value).__name__} of all rows.\n"
                     "Wrap each: x, y and sample_weight, by lockstep.process_local."
                 )
-        with CALLS.call(name):
+        with CALLS.call(name) as outermost:
+            if outermost:
+                CALLS.note_own_rows()
             rows = RowExchange()
             found = rows.joined(tuple(value.data for value in own.values()))
             rows.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,15 +12,15 @@ import keras
 import numpy as np
 
 from lockstep.checkpoint.fingerprint import config_of, first_difference
-from lockstep.checkpoint.prediction_folder import SUFFIX, PredictionFolder
+from lockstep.checkpoint.prediction_folder import SUFFIX, PredictionFolder, positions_in
 from lockstep.core.engine import Session
 from lockstep.core.fit_lines import callbacks_in
 from lockstep.core.state import named_variables, to_host
 from lockstep.errors import PredictionFileError, UnsupportedModel, counted
 from lockstep.keras_compat import layers_in, seed_generators
-from lockstep.processes.coordination import digest, once
+from lockstep.processes.coordination import Exchange, digest, once
 from lockstep.processes.group import current
-from lockstep.processes.own_rows import OwnRows
+from lockstep.processes.own_rows import brings_own_rows
 from lockstep.processes.process_group import is_first, several
 from lockstep.processes.row_exchange import Counts
 
@@ -68,29 +69,36 @@ class RowsOfProcess(RowsInMemory):
 
     def take(self, outputs: Any) -> None:
         """Take the rows of an execution, and keep those of this process."""
-        super().take(_own_rows(outputs, self._drawn))
+        super().take(_own_rows(outputs, _drawn_for(outputs, self._drawn)))
 
 
-def _has_own_rows(batches: Any) -> bool:
-    """Return whether this process predicts its rows alone."""
-    adapter = batches.data_adapter
-    return isinstance(adapter, OwnRows) and not adapter.is_split
+def _drawn_for(outputs: Any, drawn: deque[Counts]) -> list[Counts]:
+    """Return the rows of each process in the batches of an execution.
+
+    Args:
+        outputs: Its predictions.
+        drawn: The rows of each process in these batches, and in later ones.
+    """
+    rows = len(keras.tree.flatten(outputs)[0])
+    taken: list[Counts] = []
+    while sum(each.total for each in taken) < rows and drawn:
+        taken.append(drawn.popleft())
+    return taken
 
 
-def _own_rows(outputs: Any, drawn: deque[Counts]) -> Any:
+def _own_rows(outputs: Any, batches: list[Counts]) -> Any:
     """Return the rows of this process.
 
     Args:
         outputs: The predictions of an execution.
-        drawn: The rows of each process in the batches that it has, and in later ones.
+        batches: The rows of each process in its batches.
 
     Raises:
         UnsupportedModel: If the model has not given one row for each row of its input.
     """
     rows = len(keras.tree.flatten(outputs)[0])
     mine, start = [], 0
-    while start < rows and drawn:
-        counts = drawn.popleft()
+    for counts in batches:
         own = counts.mine
         mine.append(slice(start + own.start, start + own.stop))
         start += counts.total
@@ -124,6 +132,7 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
         self._last: Any = None
         self._has_rows = False
         self._drawn: deque[Counts] | None = None
+        self._skipped = 0  # batches at the beginning that give no rows
 
     @property
     def may_act(self) -> bool:
@@ -133,10 +142,14 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
     @contextlib.contextmanager
     def opened(self, session: Session, batches: Any) -> Iterator[None]:
         """Take the rows of a prediction inside the context."""
-        if _has_own_rows(batches):
-            self._drawn = batches.data_adapter.counted_rows()
+        self._count_rows(batches)
         yield
         self.give()
+
+    def _count_rows(self, batches: Any) -> None:
+        """Tell the rows of this process from the others from now on, if it has its own."""
+        if brings_own_rows(batches.data_adapter):
+            self._drawn = batches.data_adapter.counted_rows()
 
     def take(self, outputs: Any) -> None:
         """Take the rows of an execution, and give those of the one before."""
@@ -149,15 +162,21 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
         last, self._last = self._last, None
         if last is not None:
             rows = keras.tree.map_structure(_copied, last[0])  # every process takes part
+            is_marked = False
             if self._drawn is not None:
-                rows = _own_rows(rows, self._drawn)
+                for _ in range(self._skipped):
+                    is_marked |= self._drawn.popleft().is_marked
+                self._skipped = 0
+                counts = _drawn_for(rows, self._drawn)
+                is_marked |= any(each.is_marked for each in counts)
+                rows = _own_rows(rows, counts)
             if is_first() or self._drawn is not None:
-                self._write(rows, last[1])
+                self._write(rows, last[1], is_marked)
 
     def _position(self) -> list[int]:
         return []
 
-    def _write(self, rows: Any, position: list[int]) -> None:
+    def _write(self, rows: Any, position: list[int], is_marked: bool) -> None:
         self._function(rows)
 
     def has_rows(self) -> bool:
@@ -171,8 +190,12 @@ class RowsToFunction(keras.callbacks.Callback):  # type: ignore[misc]  # Keras h
 class RowsIntoFiles(RowsToFunction):
     """Writes the rows of a `predict` into files, and goes on where a call was ended by a kill.
 
+    Where each process has its own rows, each has its files and notes its position. The first one
+    marks a batch, after which all note theirs. A kill may come between these notes: all go on at
+    the newest position that every process has.
+
     Args:
-        folder: The files.
+        folder: The files of this process.
     """
 
     def __init__(self, folder: PredictionFolder) -> None:
@@ -194,13 +217,11 @@ class RowsIntoFiles(RowsToFunction):
         Raises:
             PredictionFileError: If that call had another model, or the files do not fit.
         """
-        if _has_own_rows(batches):
-            raise UnsupportedModel(
-                f"Predictions of rows of each process were to go into {self._folder.path}, and one "
-                "process writes a file.\nGive lockstep.predict a function, which each process "
-                "calls with its rows, or save what model.predict returns."
-            )
         self._session, self._batches = session, batches
+        self._count_rows(batches)
+        self._has_own = self._drawn is not None
+        if self._has_own:
+            batches.data_adapter.marks = self._marks
         named = _weights(session.model)
         digests, seeds = _digests(named), _seeds(session.model)
         # Keras counts layers in the names.
@@ -208,7 +229,8 @@ class RowsIntoFiles(RowsToFunction):
         weights = digest([text.encode() for text in [*parts, *_vocabularies(session.model)]])
         self._facts = {"model": config_of(session.model), "weights": weights}
         self._state = {name: digests[name] for name in _state_among(named)}
-        with self._folder.opened() if is_first() else contextlib.nullcontext() as left:
+        writes = is_first() or self._has_own
+        with self._folder.opened() if writes else contextlib.nullcontext() as left:
             self._begin_at(left)
             try:
                 yield
@@ -218,11 +240,13 @@ class RowsIntoFiles(RowsToFunction):
                     if not several():
                         self.give()
                 with contextlib.suppress(Exception):
-                    if is_first():
+                    if writes:
                         self._note()
                 raise
-            if is_first() and self.has_rows():
+            if writes and self.has_rows():
                 self._note()  # a kill may come before the files are in place
+                if self._has_own:
+                    once([0])
                 self._folder.finish()
         if several():  # a process that goes on may read the files
             once([0])
@@ -230,23 +254,48 @@ class RowsIntoFiles(RowsToFunction):
     def _position(self) -> list[int]:
         return [*self._batches.position()]
 
-    def _write(self, rows: Any, position: list[int]) -> None:
+    def _write(self, rows: Any, position: list[int], is_marked: bool) -> None:
         self._folder.write(rows, position)
-        if time.monotonic() > self._next_note:
+        if is_marked if self._has_own else time.monotonic() > self._next_note:
             self._note()
+
+    def _marks(self) -> bool:
+        """Return whether all processes note their position after the next batch."""
+        if time.monotonic() <= self._next_note:
+            return False
+        self._next_note = math.inf  # until it is noted
+        return True
 
     def _begin_at(self, left: dict[str, Any] | None) -> None:
         """Go on from the position of an unfinished call."""
-        if is_first() and left is not None:
+        if left is not None:
             self._check_facts(left)
-        if several():
+        found = 0 if left is not None else None
+        if self._has_own:
+            found = self._newest_of_all(left)
+        if left is not None and found is not None:
+            self._folder.go_on(left, found)
+            left = positions_in(left)[found]
+        elif left is not None:
+            self._folder.begin_anew()
+            left = None
+        if several() and not self._has_own:
             left = json.loads(once([json.dumps(left) if is_first() else ""])[1][0])
         if left is not None:
             self._batches.begin_at(*left["position"])
-            self._has_rows = True
+            self._has_rows, self._skipped = True, left["position"][0]
             rows = max(file["rows"] for file in left["files"])
             if is_first() and (self.params or {}).get("verbose"):
                 print(f"lockstep: {self._folder.path} goes on after {counted(rows, 'row')}")
+
+    def _newest_of_all(self, left: dict[str, Any] | None) -> int | None:
+        """Return the number of the newest position of this process that all processes have."""
+        mine = [each["position"][0] for each in positions_in(left)] if left is not None else []
+        exchange = Exchange("notes")
+        every = exchange.gather(mine)
+        exchange.close()
+        common = set(mine).intersection(*every)
+        return mine.index(max(common)) if common else None
 
     def _check_facts(self, left: dict[str, Any]) -> None:
         here, written = self._facts, left

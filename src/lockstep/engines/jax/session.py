@@ -91,6 +91,7 @@ from lockstep.keras_compat import (
 )
 from lockstep.processes import constants, process_group
 from lockstep.processes.first_process_io import methods_of_all_processes
+from lockstep.processes.own_rows import brings_own_rows
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.training.call_guard import STEPPING
 from lockstep.training.input import check_times
@@ -372,8 +373,10 @@ class JaxSession(Session):
         """Return an iterator over host batches."""
         iterator = (recorded_type(kind, MeshIterator) if recorded else MeshIterator)(**data)
         iterator.draws_ahead = self._programs.draws_ahead
-        # A model that was never called is called on a whole batch; a file of predictions sums all.
-        is_known = kind is not PREDICT or (is_built(self.model) and not recorded)
+        # A model that was never called is called on a whole batch; a file of predictions of rows
+        # that all processes have sums all.
+        sums_all = recorded and not brings_own_rows(iterator.data_adapter)
+        is_known = kind is not PREDICT or (is_built(self.model) and not sums_all)
         if is_known and self._parts is None:
             iterator.let_rows_stay(self._programs.rows_stay)
         if self.is_compiled():

@@ -1,8 +1,10 @@
 """Compare training on several devices with training on one, for the user's model and data."""
 
+from itertools import cycle, islice
 from typing import Any
 
 from lockstep.core.devices import REPLICATED, SHARDED, parse_devices
+from lockstep.core.process_local import ProcessLocal
 from lockstep.distribute import Devices, check_micro_batch_size, check_model, check_state
 from lockstep.engines import current_engine
 from lockstep.errors import DeviceError, UnsupportedBackend, UnusableData
@@ -42,7 +44,8 @@ def verify(
     Args:
         model: A compiled `keras.Model`.
         data: `(x, y)` or `(x, y, sample_weight)` of arrays, or a data set that `fit` takes.
-            If it holds fewer than `steps` batches, it starts again.
+            If it holds fewer than `steps` batches, it starts again. Of `lockstep.process_local`
+            the global batches are verified.
         devices: As in `lockstep.distribute`, at least 2; `None` for all. One device is compared
             with itself if `micro_batch_size` is given.
         steps: Training steps, at least 1. The weights and optimizer slots after each step are
@@ -72,7 +75,7 @@ def verify(
     # These import NumPy, which `import lockstep` does not.
     from lockstep.core.layout import DataParallel
     from lockstep.processes.process_group import several
-    from lockstep.tools.batches import count_from_one, first_batches
+    from lockstep.tools.batches import count_from_one
     from lockstep.tools.verify.comparison import compare
 
     check_model(model)
@@ -106,4 +109,22 @@ def verify(
             f"steps={steps} was asked for, and a whole number of at least 1 was expected."
         )
     layout = DataParallel(names, state, micro_batch_size=rows)
-    return compare(engine, model, first_batches(data, number, batch_size), layout)[0]
+    return compare(engine, model, _batches_of_all(data, number, batch_size), layout)[0]
+
+
+def _batches_of_all(data: Any, number: int, batch_size: int | None) -> list[Any]:
+    """Return the first global batches, which every process has whole."""
+    from lockstep.processes.call_scope import CALLS
+    from lockstep.processes.process_group import several
+    from lockstep.tools.batches import first_batches
+    from lockstep.training.global_data import global_data
+
+    if not several():
+        return first_batches(data, number, batch_size)
+    with CALLS.call("verify"):
+        given = global_data({"x": data, "batch_size": batch_size, "shuffle": False})
+        if not isinstance(data, ProcessLocal):
+            return first_batches(data, number, batch_size)
+        every = list(islice(given["x"].get_numpy_iterator(), number))
+        given["x"].on_epoch_end()
+    return list(islice(cycle(every), number))

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lockstep.engines.jax.jax_compat import distributed
-from lockstep.errors import LockstepWarning, ProcessesDisagree, counted
+from lockstep.errors import LockstepWarning, ProcessesDisagree, UnusableData, counted
 from lockstep.processes.coordination import once, patience
 from lockstep.processes.group import use
 from lockstep.processes.process_group import from_first
@@ -117,10 +117,24 @@ class JaxGroup:
         if not value.is_fully_replicated:
             raise ProcessesDisagree(
                 f"An array of shape {value.shape} is spread over processes, none of which has it "
-                "whole.\nHand over host arrays with all rows; each process places those of its own "
-                "devices."
+                "whole.\nWrap data of such arrays in lockstep.process_local, or hand over host "
+                "arrays with all rows."
             )
         return value.addressable_data(0)
+
+    def rows_here(self, value: Any) -> Any:
+        """Return the rows that this process has of an array of all processes; others as they are.
+
+        Raises:
+            UnusableData: If the rows of the array are not those of one process after another.
+        """
+        if not isinstance(value, jax.Array) or value.is_fully_addressable:
+            return value
+        _check_by_rows(value)
+        # Two devices of a process may have the same rows.
+        parts = {shard.index[0].start or 0: shard.data for shard in value.addressable_shards}
+        none = np.empty((0, *value.shape[1:]), value.dtype)
+        return np.concatenate([none, *(np.asarray(parts[start]) for start in sorted(parts))])
 
     def is_spread(self, value: Any) -> bool:
         """Return whether no process has this array whole."""
@@ -149,6 +163,35 @@ class JaxGroup:
         if not config.jax_enable_preemption_service:
             return False
         return bool(multihost_utils.reached_preemption_sync_point(steps))
+
+
+def _check_by_rows(value: jax.Array) -> None:
+    """Check that an array is laid out by rows, those of the first process first.
+
+    Raises:
+        UnusableData: If it is not.
+    """
+    where: dict[int, set[tuple[int, int]]] = {}
+    what = "is replicated over them" if value.is_fully_replicated else None
+    places: Any = value.sharding.devices_indices_map(value.shape)
+    for device, index in places.items():
+        ranges = [part.indices(size)[:2] for part, size in zip(index, value.shape, strict=True)]
+        whole = [(0, size) for size in value.shape]
+        if ranges[1:] != whole[1:]:
+            what = "is split along another dim than its rows"
+        where.setdefault(device.process_index, set()).update(ranges[:1])
+    end = 0
+    for process in sorted(where):
+        for start, stop in sorted(where[process]):
+            if start != end and what is None:
+                what = "has its rows in another order than that of the processes, or some twice"
+            end = stop
+    if what is not None:
+        raise UnusableData(
+            f"An array of shape {value.shape} of all processes {what}, and each brings its rows.\n"
+            "Lay it out by rows over the devices in their order: NamedSharding(Mesh(jax.devices(), "
+            '"x"), PartitionSpec("x")).'
+        )
 
 
 def _connect_devices() -> None:

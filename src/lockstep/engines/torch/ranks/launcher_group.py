@@ -238,6 +238,10 @@ class TorchGroup:
         """Return the value: a tensor is of one process."""
         return value
 
+    def rows_here(self, value: Any) -> Any:
+        """Return the value: a tensor is of one process."""
+        return value
+
     def has_part(self, variable: Any) -> bool:
         """Return whether no process has the value of this variable whole."""
         return is_sharded(variable)

@@ -13,6 +13,9 @@ memory is the most that a process of the team held, less what it held before tra
 `fit`, and the files of lockstep that they pass, with a callback of the user's on batches and
 without; and the calls of Keras alone.
 
+`--traced` lets `fit` run with `jit_compile=True`: its steps are traced in the round before the
+first one that counts.
+
 `--checks` measures what it costs to compare steps with one device again: a `fit` with a callback of
 the user's on batches, over the same `fit` with `LOCKSTEP_CHECK=0`, in turns. Try `--steps 1000`.
 """
@@ -22,6 +25,7 @@ import os
 import socket
 import sys
 import time
+from functools import partial
 
 from peers import spread
 from rows import BATCH
@@ -56,7 +60,7 @@ def rows_of(name):
     return BATCH // 8 if name == "words" else BATCH
 
 
-def lockstep_fit(name, rank, port, size, steps):
+def lockstep_fit(name, rank, port, size, steps, traced=False):
     """Rounds of `fit` in rank 0, which is pinned; its workers take the other cores."""
     os.environ["LOCKSTEP_REHEARSE"] = str(size)
     import lockstep
@@ -64,6 +68,7 @@ def lockstep_fit(name, rank, port, size, steps):
     model, x, y = made(name, size, steps)
     cores = sorted(os.sched_getaffinity(0))
     lockstep.distribute(model, size)
+    model.jit_compile = traced
     model.predict(x[:size], verbose=0)  # which starts the workers
     for number, other in enumerate(children(), 1):
         for thread in os.listdir(f"/proc/{other}/task"):
@@ -130,7 +135,8 @@ def by_hand(name, rank, port, size, steps):
     return run
 
 
-TEAMS = {"lockstep": lockstep_fit, "DistributedDataParallel": by_hand}
+OURS, TRACED, BY_HAND = "lockstep", "lockstep, traced", "DistributedDataParallel"
+TEAMS = {OURS: lockstep_fit, TRACED: partial(lockstep_fit, traced=True), BY_HAND: by_hand}
 
 
 def worker(team, name, rank, port, size, steps):
@@ -148,9 +154,9 @@ def worker(team, name, rank, port, size, steps):
         answer((seconds, max(held), busy))
 
 
-def measured(name, rounds, size, steps):
+def measured(name, rounds, size, steps, ours):
     """Return the seconds of each round, the processor time of each rank, and the most bytes of a
-    process, by team."""
+    process, by team, of which one is ours."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -158,9 +164,9 @@ def measured(name, rounds, size, steps):
     teams = {
         team: [
             Worker(__file__, "--worker", team, "--rank", rank, *same)
-            for rank in range(1 if team == "lockstep" else size)
+            for rank in range(size if team == BY_HAND else 1)
         ]
-        for team in TEAMS
+        for team in (ours, BY_HAND)
     }
     for workers in teams.values():
         for each in workers:
@@ -292,6 +298,7 @@ def main():
     parser.add_argument("--models", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--calls", action="store_true", help="count the calls of a step")
     parser.add_argument("--checks", action="store_true", help="cost of repeated comparisons")
+    parser.add_argument("--traced", action="store_true", help="with jit_compile=True")
     parser.add_argument("--worker")
     parser.add_argument("--model")
     parser.add_argument("--rank", type=int)
@@ -314,7 +321,9 @@ def main():
     load = os.getloadavg()[0]
     print(f"load {load:.1f}, {size} processes, {options.rounds} rounds of {steps} steps")
     for name in options.models:
-        found, busy, most = measured(name, options.rounds, size, steps)
+        found, busy, most = measured(
+            name, options.rounds, size, steps, TRACED if options.traced else OURS
+        )
         each = [a / b for a, b in zip(*found.values(), strict=True)]
         median, low, high = spread(each)
         times = ", ".join(

@@ -48,8 +48,8 @@ ROOMS = {
     ),
     "tensorflow": "tensorflow_compat devices exchange steps first_step branches session engine",
     "torch": (
-        "torch_compat exchange sharded same_code steps first_step ranks session branches devices"
-        " engine"
+        "torch_compat exchange sharded same_code steps first_step traced ranks session branches"
+        " devices engine"
     ),
 }
 """The folders and files on the first level of each engine, likewise."""

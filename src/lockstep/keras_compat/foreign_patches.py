@@ -57,6 +57,16 @@ PATCHES = (
         _KERAS,
     ),
     Patch(
+        "keras_compat/calls.py: traced_by_torch",
+        (
+            "keras/src/backend/torch/random: torch_seed_generator",
+            "keras/src/backend/torch/core: cond",
+        ),
+        _CONTEXT,
+        "While a step on PyTorch is traced, Python reads no value: other threads are left alone.",
+        _KERAS,
+    ),
+    Patch(
         "keras_compat/calls.py: keys_replaced",
         ("keras/src/backend: jax.random.jax_draw_seed|jax.ops.random.jax_draw_seed",),
         _CONTEXT,

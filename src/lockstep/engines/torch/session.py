@@ -26,8 +26,8 @@ from lockstep.core.engine import (
 from lockstep.core.fit_lines import sharded_words
 from lockstep.core.layout import DataParallel, Layout
 from lockstep.core.left_out import LeftOutUsed
-from lockstep.core.state import bytes_of, named_variables, optimizers_of, variables_of
 from lockstep.core.patched import patched
+from lockstep.core.state import bytes_of, named_variables, optimizers_of, variables_of
 from lockstep.core.status import STATUS_OF_PROCESS
 from lockstep.engines.replicas.first_step import is_checked
 from lockstep.engines.torch.exchange.placement import (
@@ -347,7 +347,8 @@ class SplitSession(TorchSession):
         draws = any("seed_generator_state" in v.path for v in self.model.non_trainable_variables)
         if self._splits and draws:
             apart = "each device" if self.layout.micro_batch_size is None else "each micro-batch"
-            whose = "one device" if self._runner.rank.draws_together else apart
+            together = self._runner.rank.draws_together or is_asked_for(self.model)
+            whose = "one device" if together else apart
             line += f", with random numbers of {whose}"
         return line
 
@@ -379,6 +380,8 @@ class SplitSession(TorchSession):
         if self._splits:
             self._autocast.check(kind)
         is_routed = self._splits or is_asked_for(self.model)
+        if is_asked_for(self.model):  # a graph does, and so do the steps before it
+            self.draw_together()
         result = self._by_route(kind, plain, batch) if is_routed else plain([batch])
         self._runner.note_values()
         return result
@@ -402,9 +405,7 @@ class SplitSession(TorchSession):
                 plans.ran_on_whole_batch(kind, route)
                 return result
             if route.trace is not None:
-                return runner.traced_step(
-                    route.trace.number, kind, batch, draws=route.trace.draws
-                )
+                return runner.traced_step(route.trace.number, kind, batch, draws=route.trace.draws)
         except LeftOutUsed as used:
             raise UnsupportedModel(
                 f"A {kind} step of {self.model.name!r} uses {used}.\n"

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lockstep.core.tried_versions import TRIED, check_oldest
 from lockstep.errors import UnsupportedFramework
@@ -29,15 +31,17 @@ def _lacking(what: object) -> UnsupportedFramework:
 
 
 try:
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch._C._distributed_c10d import _register_process_group as name_group
+    from torch._C._distributed_c10d import _unregister_process_group as forget_group
     from torch._functorch.compile_utils import fx_graph_cse as without_duplicates
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.overrides import _get_current_function_mode as current_function_mode
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.overrides import _pop_mode_temporarily as pop_mode_temporarily
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-    from torch.utils._pytree import tree_leaves
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
     plain_torch_functions = torch._C.DisableTorchFunctionSubclass
     """A context in which a subclass of `Tensor` is a plain tensor."""
@@ -49,6 +53,14 @@ try:
     """Returns the innermost `saved_tensors_hooks`, `None` outside of all."""
     current_backward = torch._C._current_graph_task_id
     """Returns the number of the backward pass that this thread runs, -1 outside of all."""
+    functional_exchanges = torch.ops._c10d_functional
+    """The operations by which `DTensor` exchanges."""
+    attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    attention_back_on_cpu = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    )
+    add_each_in_place, multiply_each = torch._foreach_add_, torch._foreach_mul
+    copy_each = torch._foreach_copy_
 except (ImportError, AttributeError) as error:
     raise _lacking(error) from error
 
@@ -58,6 +70,7 @@ _OPTIONS = _GLOO and getattr(_GLOO, "_Options", None)
 ATTRIBUTES: tuple[tuple[Any, str], ...] = (
     (torch.Tensor, "_make_wrapper_subclass _version _backward_hooks _post_accumulate_grad_hooks"),
     (torch.UntypedStorage, "_cdata"),
+    (DTensor, "_op_dispatcher _local_tensor"),
     (torch.ops.aten.add.Tensor, "_schema"),
     (torch.nn.Module(), "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks"),
     (torch.nn.modules.module, "_global_forward_hooks _global_backward_hooks"),
@@ -78,8 +91,22 @@ for _owner, _names in ATTRIBUTES:
 
 def sharding_rules() -> set[Any]:
     """Return the operations for which `DTensor` has a rule."""
-    from torch.distributed.tensor import DTensor
-
     rules = DTensor._op_dispatcher.sharding_propagator
     tables = (rules.op_to_rules, rules.op_strategy_funcs, rules.op_single_dim_strategy_funcs)
     return {operation for table in tables for operation in table}
+
+
+def mesh_without_group(rank: int, size: int, device: str, name: str) -> Any:
+    """Return a mesh of one dim, and its process group, which exchanges nothing.
+
+    Args:
+        rank: The number of this process.
+        size: The number of processes.
+        device: The kind of their devices.
+        name: What operations call the group.
+    """
+    mesh = DeviceMesh(device, torch.arange(size), _init_backend=False, _rank=rank)
+    mesh._dim_group_names = [name]
+    group = dist.ProcessGroup(dist.HashStore(), rank, size)
+    group._set_group_name(name)
+    return mesh, group

@@ -111,6 +111,17 @@ def copies(nest: Any) -> Any:
     )
 
 
+def with_rows(tensor: Any, rows: int) -> Any:
+    """Return a new tensor of so many rows that lies in memory as another one does.
+
+    Random numbers are drawn in that order: the outputs of an RNN, say, lie step by step. A dim of
+    one row may have the stride of the dim that is next inside.
+    """
+    order = sorted(range(tensor.ndim), key=lambda n: (-tensor.stride(n), -tensor.shape[n]))
+    shape = (rows, *tensor.shape[1:])
+    return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device)
+
+
 def flattened(tensor: Any) -> Any:
     """Return the values of a tensor in one row, which can be viewed as bytes.
 

@@ -291,4 +291,3 @@ class LauncherPeers(Peers):
                 "update,\nso that the processes have parts of two steps.\n"
                 "Build it anew, and resume from a lockstep.Checkpoint."
             )
-

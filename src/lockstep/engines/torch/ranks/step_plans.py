@@ -143,7 +143,9 @@ class StepPlans:
         except LeftOutUsed as used:
             self._with_left_out[kind] = used.why
             route = self._alone(used.why)
-        if route.how in (BY_ROWS, ALONE) and self._size > 1:  # the user's own step may keep what forbids sharing
+        if (
+            route.how in (BY_ROWS, ALONE) and self._size > 1
+        ):  # the user's own step may keep what forbids sharing
             self._routes[key] = route
         if self._last_of_epochs:
             self._last_of_epochs[-1] = batch, route

@@ -25,13 +25,13 @@ from lockstep.engines.torch.steps.layers import Plan
 from lockstep.engines.torch.steps.loss_sharding import LossSharding
 from lockstep.engines.torch.steps.replica import Draws, random_state
 from lockstep.engines.torch.steps.split_checks import form_of_rows
-from lockstep.engines.torch.traced.rank_traces import TraceAnswer
-from lockstep.engines.torch.traced.trace import Computed
 from lockstep.engines.torch.steps.whole_batch_steps import (
     SUM_OF_WEIGHTS,
     WholeBatchSteps,
     size_of_weights,
 )
+from lockstep.engines.torch.traced.rank_traces import TraceAnswer
+from lockstep.engines.torch.traced.trace import Computed
 from lockstep.errors import UnsupportedModel, WorkerDied
 from lockstep.keras_compat import counted_steps, stored_value
 

@@ -12,7 +12,7 @@ from lockstep.core.layout import Layout
 from lockstep.engines.replicas.first_step import can_be_tried
 from lockstep.engines.replicas.sketches import Difference
 from lockstep.engines.torch.ranks.step_runner import StepRunner
-from lockstep.engines.torch.traced.comparison import compared
+from lockstep.engines.torch.traced.comparison import changes_objects, compared
 from lockstep.errors import NotTracedWarning, UnsupportedModel
 from lockstep.processes import process_group
 
@@ -107,6 +107,9 @@ class TracedSteps:
 
     def _made(self, kind: str, batch: Any) -> Trace | None:
         reason = self._reason()
+        model, tensors = self._model, self._runner.tensors()
+        if reason is None and changes_objects(model, kind, batch, tensors):
+            reason = "it changes objects of Python, or draws random numbers of Python or NumPy"
         if reason is None:
             self._number += 1
             self._unused += 1

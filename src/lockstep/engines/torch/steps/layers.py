@@ -21,6 +21,7 @@ from lockstep.engines.rowwise import (
     is_container,
 )
 from lockstep.engines.torch.exchange.group import LoneRank
+from lockstep.engines.torch.exchange.placement import with_rows
 from lockstep.engines.torch.steps.replica import RandomStreams, Replica, seed_of_replica
 from lockstep.engines.torch.steps.rows import enter, gathered, leave
 from lockstep.errors import UnsupportedModel
@@ -180,8 +181,8 @@ def _with_noise_of_all(
             return call(inputs, training=False)
         replica.true_rows(inputs, name)
         with torch.no_grad(), replica.streams.common():
-            neutral = torch.full_like(inputs[:1], type(layer) is not keras.layers.GaussianNoise)
-            every = neutral.expand(replica.rows, *inputs.shape[1:])
+            every = with_rows(inputs, replica.rows)
+            every.fill_(type(layer) is not keras.layers.GaussianNoise)
             noise = replica.take(call(every, training=True))
         if isinstance(layer, keras.layers.GaussianNoise):
             return inputs + noise

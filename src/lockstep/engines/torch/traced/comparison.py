@@ -1,9 +1,11 @@
 """Compares a traced step with Keras's own step on one device, before any update."""
 
+import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-import keras
+import numpy as np
 import torch
 
 from lockstep.core.patched import patched
@@ -12,7 +14,9 @@ from lockstep.engines.replicas.first_step import Recording, agreed, unchanged_ob
 from lockstep.engines.replicas.sketches import STATE, Difference, bounds_for
 from lockstep.engines.torch.exchange.placement import copies
 from lockstep.engines.torch.first_step.first_step import stock_step, unchanged_tensors
+from lockstep.engines.torch.same_code.model_pickle import dump
 from lockstep.engines.torch.traced.trace import Computed
+from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import own_trainable_variables, stored_value
 
 
@@ -40,6 +44,32 @@ def compared(
     several = _sketched(model, kind, traced)
     found = agreed(batch, alone, several, bounds_for(model, several.dtypes))
     return found or _update_difference(traced, updated)
+
+
+def changes_objects(model: Any, kind: str, batch: Any, tensors: list[Any]) -> bool:
+    """Return whether a step changes objects of Python, or draws Python's or NumPy's numbers.
+
+    A graph does neither. What cannot be told counts as a change.
+    """
+    with (
+        unchanged_objects(model),
+        unchanged_tensors(model, tensors, every=True),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        stock_step(model, kind, copies(batch))  # the first one may fill caches
+        before = _state_of_python(model)
+        stock_step(model, kind, copies(batch))
+        return before is None or before != _state_of_python(model)
+
+
+def _state_of_python(model: Any) -> Any:
+    try:
+        dumped = dump(model)
+    except UnsupportedModel:
+        return None
+    numbers = [str(part) for part in np.random.get_state()]
+    return dumped.data, dumped.states, random.getstate(), numbers
 
 
 def _sketched(model: Any, kind: str, traced: Computed) -> Recording:
@@ -83,7 +113,12 @@ def _recorded(
         return apply
 
     changes = [(each, "apply", applying(each)) for _, each in optimizers_of(model)]
-    with unchanged_objects(model), unchanged_tensors(model, tensors, every=True):
+    with (
+        unchanged_objects(model),
+        unchanged_tensors(model, tensors, every=True),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # the step itself shows them
         with patched(changes):
             result = stock_step(model, kind, copies(batch))
         with torch.no_grad():
@@ -104,21 +139,18 @@ def _update_difference(traced: Computed, updated: dict[int, Any]) -> Difference 
             continue
         old = stored_value(variable).detach()
         new = values.get(number, old)
-        moved, apart = (torch.linalg.vector_norm(_wide(a) - _wide(b)) for a, b in (
-            (alone, old), (alone, new)
-        ))
-        size = torch.linalg.vector_norm(_wide(alone))
+        if not bool(torch.isfinite(alone).all()):
+            continue
+        moved, apart, size = (_norm(alone, old), _norm(alone, new), _norm(alone, 0 * alone))
         last = torch.finfo(alone.dtype).eps if alone.is_floating_point() else 0.0
-        if not float(apart) <= _RELATIVE * float(moved) + 8 * last * float(size):
-            if not bool(torch.isfinite(alone).all()):
-                continue
-            distance = float(apart) / max(float(moved), 1e-30)
-            return Difference(STATE, variable.path, distance)
+        if not apart <= _RELATIVE * moved + 8 * last * size:
+            return Difference(STATE, variable.path, apart / max(moved, 1e-30))
     return None
 
 
-def _wide(tensor: Any) -> Any:
-    return tensor.to(torch.float64)
+def _norm(one: Any, other: Any) -> float:
+    """Return the size of the difference of two tensors."""
+    return float(torch.linalg.vector_norm(one.to(torch.float64) - other.to(torch.float64)))
 
 
 _RELATIVE = 1e-4

@@ -24,14 +24,13 @@ def seeded(seed: Any) -> SeededGenerator:
     return generator
 
 
-@torch.library.custom_op("lockstep::draw", mutates_args=())
-def draw(seed: torch.Tensor, inputs: list[torch.Tensor], name: str, options: str) -> torch.Tensor:
+def _draw(seed: torch.Tensor, inputs: list[torch.Tensor], name: str, options: str) -> torch.Tensor:
     """Draw as a function of PyTorch does from a generator with this seed.
 
     keras/src/backend/torch/random.py, torch_seed_generator
 
     Args:
-        seed_of_keras: The two numbers of a seed of Keras.
+        seed: The two numbers of a seed of Keras.
         inputs: The tensors among the arguments.
         name: The name of the function.
         options: Its arguments, in Python; a tensor is its number in a set.
@@ -41,7 +40,6 @@ def draw(seed: torch.Tensor, inputs: list[torch.Tensor], name: str, options: str
     return _called(inputs, name, options, {"generator": generator})
 
 
-@draw.register_fake
 def _drawn(seed: Any, inputs: list[Any], name: str, options: str) -> Any:
     return _called(inputs, name, options, {})
 
@@ -59,6 +57,9 @@ def _called(inputs: list[Any], name: str, written: str, more: dict[str, Any]) ->
 
     given = {key: read(value) for key, value in options.items()}
     return getattr(torch, name)(*map(read, arguments), **given, **more)
+
+
+torch.library.custom_op("lockstep::draw", _draw, mutates_args=()).register_fake(_drawn)
 
 
 def draw_in_graph(

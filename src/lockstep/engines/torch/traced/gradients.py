@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lockstep.engines.torch.torch_compat import add_each_in_place, multiply_each
 from lockstep.engines.torch.traced.draws import SeededGenerator, draw_in_graph
 
 
@@ -17,7 +18,7 @@ class TracedTensors(TorchFunctionMode):  # type: ignore[misc]
 
     Args:
         stand_ins: What stands for each tensor of the model, by the `id` of this one.
-        trained: The tensors among the stand-ins that take gradients.
+        trained: The tensors that take gradients, by the `id` of their variable.
         summed: Returns gradients of the global batch, given those of the rows of this rank.
         whole: Returns a tensor as every rank has it.
     """
@@ -25,7 +26,7 @@ class TracedTensors(TorchFunctionMode):  # type: ignore[misc]
     def __init__(
         self,
         stand_ins: dict[int, Any],
-        trained: list[Any],
+        trained: dict[int, Any],
         summed: Callable[[Sequence[Any]], list[Any]],
         whole: Callable[[Any], Any],
     ) -> None:
@@ -65,7 +66,7 @@ class TracedTensors(TorchFunctionMode):  # type: ignore[misc]
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        wanted = self._trained if inputs is None else list(inputs)
+        wanted = list(self._trained.values()) if inputs is None else list(inputs)
         found = torch.autograd.grad(
             loss,
             wanted,
@@ -82,11 +83,21 @@ class TracedTensors(TorchFunctionMode):  # type: ignore[misc]
             wanted[number].grad = total if before is None else before + total
 
 
-def _foreach_add_(tensors: Any, others: Any, *, alpha: Any = 1) -> Any:
+def _add_each(tensors: Any, others: Any, *, alpha: Any = 1) -> Any:
     """Add with a factor that is a tensor: PyTorch would read its value."""
     if isinstance(alpha, torch.Tensor):
-        others, alpha = torch._foreach_mul(others, alpha), 1
-    return torch._foreach_add_(tensors, others, alpha=alpha)
+        others, alpha = multiply_each(others, alpha), 1
+    return add_each_in_place(tensors, others, alpha=alpha)
 
 
-_SPECIAL: dict[Any, Any] = {torch._foreach_add_: _foreach_add_}
+def _repeat_interleave(tensor: Any, repeats: Any, dim: Any = None, **options: Any) -> Any:
+    """Repeat by a number: the length of the result would depend on a tensor of one."""
+    if isinstance(repeats, torch.Tensor) and repeats.numel() == 1:
+        repeats = int(repeats)
+    return torch.repeat_interleave(tensor, repeats, dim, **options)
+
+
+_SPECIAL: dict[Any, Any] = {
+    add_each_in_place: _add_each,
+    torch.repeat_interleave: _repeat_interleave,
+}

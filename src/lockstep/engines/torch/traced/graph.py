@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lockstep.engines.torch.exchange.group import RankGroup
-from lockstep.engines.torch.torch_compat import without_duplicates
+from lockstep.engines.torch.torch_compat import functional_exchanges, without_duplicates
 
 _BUCKET = 25 * 2**20
 """Bytes that one exchange takes, at most, but for a single larger tensor."""
@@ -42,7 +42,9 @@ def traced(step: Callable[..., Any], inputs: list[Any]) -> GraphModule:
     _keep_order_of_draws(first.graph)
     first.recompile()
     with torch.no_grad():
-        pure = make_fx(functionalize(first), tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        pure = make_fx(functionalize(first), tracing_mode="fake", _allow_non_fake_inputs=True)(
+            *inputs
+        )
     pure.graph.eliminate_dead_code()
     return pure
 
@@ -92,10 +94,7 @@ def _keep_order_of_draws(graph: Graph) -> None:
         like.replace_all_uses_with(new, delete_user_cb=lambda user, own=new: user is not own)
 
 
-@torch.library.custom_op(
-    "lockstep::filled", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
-def filled(like: torch.Tensor, name: str, numbers: list[float]) -> torch.Tensor:
+def _fill(like: torch.Tensor, name: str, numbers: list[float]) -> torch.Tensor:
     """Return random numbers in the shape and the strides of a tensor.
 
     Args:
@@ -108,11 +107,13 @@ def filled(like: torch.Tensor, name: str, numbers: list[float]) -> torch.Tensor:
     return made
 
 
-@filled.register_fake
 def _filled(like: torch.Tensor, name: str, numbers: list[float]) -> torch.Tensor:
     return torch.empty_like(like)
 
 
+torch.library.custom_op(
+    "lockstep::filled", _fill, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+).register_fake(_filled)
 _FILLED = torch.ops.lockstep.filled.default
 
 
@@ -228,34 +229,37 @@ def _is_fixed(node: Node) -> bool:
 # ------------------------------------------------------------------------- exchanges of the ranks
 
 
-@torch.library.custom_op("lockstep::sum_of_ranks", mutates_args=())
-def sum_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+def _sum_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor over the ranks."""
     return _RUNNING.get().sum(tensor)
 
 
-@sum_of_ranks.register_fake
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("lockstep::gather_ranks", mutates_args=())
-def gather_ranks(tensor: torch.Tensor, size: int) -> torch.Tensor:
+def _gather_ranks(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Return the rows of all ranks, of which each has as many."""
     return _RUNNING.get().gather(tensor, (len(tensor),) * size)
 
 
-@gather_ranks.register_fake
 def _rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
     return tensor.new_empty((len(tensor) * size, *tensor.shape[1:]))
 
 
+torch.library.custom_op("lockstep::sum_of_ranks", _sum_of_ranks, mutates_args=()).register_fake(
+    _like
+)
+torch.library.custom_op("lockstep::gather_ranks", _gather_ranks, mutates_args=()).register_fake(
+    _rows
+)
+
 aten = torch.ops.aten
 _SUM, _GATHER = torch.ops.lockstep.sum_of_ranks.default, torch.ops.lockstep.gather_ranks.default
-_REDUCE = torch.ops._c10d_functional.all_reduce.default
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-_ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-_REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+_REDUCE = functional_exchanges.all_reduce.default
+_WAIT = functional_exchanges.wait_tensor.default
+_ALL_GATHER = functional_exchanges.all_gather_into_tensor.default
+_REDUCE_SCATTER = functional_exchanges.reduce_scatter_tensor.default
 
 
 def _bind(graph: Graph, rank: int, size: int) -> None:

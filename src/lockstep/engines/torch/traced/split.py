@@ -5,14 +5,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from lockstep.core.devices import shard_rows
-from lockstep.engines.torch.torch_compat import TorchDispatchMode, sharding_rules
+from lockstep.engines.torch.torch_compat import (
+    TorchDispatchMode,
+    attention_back_on_cpu,
+    attention_on_cpu,
+    forget_group,
+    mesh_without_group,
+    name_group,
+    sharding_rules,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+)
 
 aten = torch.ops.aten
 GROUP = "lockstep"
@@ -35,19 +41,16 @@ class Mesh:
 
     def __init__(self, rank: int, size: int, device: str) -> None:
         self.rank, self.size = rank, size
-        self._mesh = DeviceMesh(device, torch.arange(size), _init_backend=False, _rank=rank)
-        self._mesh._dim_group_names = [GROUP]
-        self._group = dist.ProcessGroup(dist.HashStore(), rank, size)
-        self._group._set_group_name(GROUP)
+        self._mesh, self._group = mesh_without_group(rank, size, device, GROUP)
 
     @contextmanager
     def named(self) -> Iterator[None]:
         """Let PyTorch find the size of the group by its name inside the context."""
-        _register_process_group(GROUP, self._group)
+        name_group(GROUP, self._group)
         try:
             yield
         finally:
-            _unregister_process_group(GROUP)
+            forget_group(GROUP)
 
     def everywhere(self, value: Any) -> Any:
         """Return a tensor that every rank has whole."""
@@ -252,8 +255,8 @@ _INSTEAD: dict[Any, Any] = {aten.mean.default: _mean, aten.mean.dim: _mean}
 _RULES: dict[Any, tuple[str, str]] = {
     aten.convolution.default: ("raa", "r"),
     aten.convolution_backward.default: ("rra", "rss"),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: ("rrr", "rr"),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ("rrrrrr", "rrr"),
+    attention_on_cpu: ("rrr", "rr"),
+    attention_back_on_cpu: ("rrrrrr", "rrr"),
     aten.max_pool2d_with_indices.default: ("r", "rr"),
     aten.max_pool2d_with_indices_backward.default: ("rr", "r"),
     aten.avg_pool2d.default: ("r", "r"),
@@ -262,8 +265,8 @@ _RULES: dict[Any, tuple[str, str]] = {
 """What a rank has of each tensor that an operation takes and gives: rows, all, or a summand."""
 
 _DROPOUT = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 6,
+    attention_on_cpu: 3,
+    attention_back_on_cpu: 6,
 }
 """The argument that is the rate of dropout, of operations that may draw."""
 

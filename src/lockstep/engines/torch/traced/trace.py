@@ -16,6 +16,7 @@ from lockstep.core.patched import patched
 from lockstep.core.state import optimizers_of, unique, variables_of
 from lockstep.engines.replicas.first_step import unchanged_objects
 from lockstep.engines.torch.first_step.first_step import stock_step
+from lockstep.engines.torch.torch_compat import copy_each
 from lockstep.engines.torch.traced.draws import seeded
 from lockstep.engines.torch.traced.gradients import TracedTensors
 from lockstep.engines.torch.traced.graph import cleaned, draws, exchanges, traced
@@ -56,6 +57,7 @@ class TracedStep:
         self._model, self._kind, self._mesh = model, kind, mesh
         self.variables = _variables(model)
         self.updates: list[list[Any]] = []
+        self._reached: list[list[bool]] = []
         self._batch = batch
         self._rows = {len(leaf) for leaf in _tensors(batch) if leaf.ndim}
         self._outputs: tuple[Any, list[Any]] = None, []
@@ -64,9 +66,9 @@ class TracedStep:
         named = mesh.named() if mesh is not None else nullcontext()
         with unchanged_objects(model), implicit_replication(), named, _without_warnings():
             module = traced(self._step, inputs)
+            if mesh is not None:
+                module = cleaned(module, mesh.rank, mesh.size)
         self._batch = None
-        if mesh is not None:
-            module = cleaned(module, mesh.rank, mesh.size)
         self.exchanges, self.draws = exchanges(module.graph), draws(module.graph)
         self._module, self._changed = self._without_unchanged(module)
 
@@ -91,7 +93,9 @@ class TracedStep:
         changed = [self.variables[number] for number in self._changed]
         parts, lists = iter(gradients), []
         for variables, reached in zip(self.updates, self._reached, strict=True):
-            lists.append([next(parts) if has else None for _, has in zip(variables, reached)])
+            lists.append(
+                [next(parts) if has else None for _, has in zip(variables, reached, strict=True)]
+            )
         result = self._result(iter(outputs))
         return Computed(self.updates, lists, self.variables, changed, list(values), result)
 
@@ -106,13 +110,15 @@ class TracedStep:
         """Run the step on tensors that stand for those of the model and the batch."""
         mesh, count = self._mesh, len(self.variables)
         whole = _same if mesh is None else mesh.whole
-        values, rows = [each.clone() for each in inputs[:count]], iter(inputs[count:])
-        mapping, stand_ins, trained = [], {}, []
+        copied = [each.clone() for each in inputs]  # Keras writes into some of them
+        values, rows = copied[:count], iter(copied[count:])
+        mapping, stand_ins = [], {}
+        trained: dict[int, Any] = {}
         for variable, value in zip(self.variables, values, strict=True):
             stand_in = value if mesh is None else mesh.everywhere(value)
             if _value(variable).requires_grad:
                 stand_in = stand_in.detach().requires_grad_()
-                trained.append(stand_in)
+                trained[id(variable)] = stand_in
             mapping.append((variable, stand_in))
             stand_ins[id(_value(variable))] = stand_in
         leaves = [self._split(leaf, rows) for leaf in keras.tree.flatten(self._batch)]
@@ -120,9 +126,7 @@ class TracedStep:
         given: list[Any] = []
         self.updates, self._reached = [], []
         with ExitStack() as contexts:
-            scope = contexts.enter_context(
-                keras.StatelessScope(state_mapping=mapping, collect_losses=True)
-            )
+            scope = contexts.enter_context(_Scope(mapping, trained))
             contexts.enter_context(traced_by_torch(seeded, partial(_both, scope)))
             contexts.enter_context(self._noted_updates(given, whole))
             summed = list if mesh is None else mesh.summed
@@ -139,10 +143,13 @@ class TracedStep:
                 for leaf in keras.tree.flatten(result)
                 if isinstance(leaf, torch.Tensor)
             ]
-        self._outputs = keras.tree.map_structure(lambda leaf: 0, result), [
-            _TENSOR if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in keras.tree.flatten(result)
-        ]
+        self._outputs = (
+            keras.tree.map_structure(lambda leaf: 0, result),
+            [
+                _TENSOR if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in keras.tree.flatten(result)
+            ],
+        )
         self._gradients = len(given)
         return (*given, *new, *outputs)
 
@@ -220,7 +227,34 @@ class Computed(NamedTuple):
             news.append(value)
         with HeldSignals(), torch.no_grad():
             for olds, news in by_type.values():
-                torch._foreach_copy_(olds, news)
+                copy_each(olds, news)
+
+
+class _Scope(keras.StatelessScope):  # type: ignore[misc]
+    """Lets variables have other values inside the context, assigned as on PyTorch.
+
+    No gradient flows through an assignment, and a trained variable goes on to take gradients.
+
+    Args:
+        mapping: Variables and their values.
+        trained: The values that take gradients, by the `id` of the variable.
+    """
+
+    def __init__(self, mapping: list[tuple[Any, Any]], trained: dict[int, Any]) -> None:
+        super().__init__(state_mapping=mapping, collect_losses=True)
+        self._trained = trained
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Take the new value of a variable."""
+        variable, value = update
+        self.take(id(variable), value)
+
+    def take(self, number: int, value: Any) -> None:
+        """Take the new value of the variable with this `id`."""
+        value = value.detach()
+        if number in self._trained:
+            self._trained[number] = value = value.clone().requires_grad_()
+        self.state_mapping[number] = value
 
 
 class _Leaf:
@@ -230,24 +264,39 @@ class _Leaf:
 _TENSOR = _Leaf()
 
 
-def _both(scope: Any, pred: Any, true_fn: Any, false_fn: Any) -> Any:
+def _both(scope: _Scope, pred: Any, true_fn: Any, false_fn: Any) -> Any:
     """Run both branches of `keras.ops.cond`, and take results and variables of the right one."""
     before = dict(scope.state_mapping)
 
     def branch(run: Callable[[], Any]) -> tuple[Any, dict[int, Any]]:
+        """Return the result of a branch, and the variables that it changes."""
+        copied = {key: value.clone() for key, value in before.items()}
+        versions = {key: _version(value) for key, value in copied.items()}
         scope.state_mapping.clear()
-        scope.state_mapping.update({key: value.clone() for key, value in before.items()})
-        result = run()
-        return result, dict(scope.state_mapping)
+        scope.state_mapping.update(copied)
+        result, after = run(), dict(scope.state_mapping)
+        changed = {
+            key: value
+            for key, value in after.items()
+            if value is not copied.get(key) or _version(value) != versions[key]
+        }
+        return result, changed
 
     pred = pred.to(torch.bool)
     (one, ones), (other, others) = branch(true_fn), branch(false_fn)
     scope.state_mapping.clear()
-    for key in ones:
-        scope.state_mapping[key] = torch.where(pred, ones[key], others[key])
+    scope.state_mapping.update(before)
+    for key in ones.keys() | others.keys():
+        was = before.get(key)
+        scope.take(key, torch.where(pred, ones.get(key, was), others.get(key, was)))
     return keras.tree.map_structure(
         lambda a, b: torch.where(pred, a, b) if isinstance(a, torch.Tensor) else a, one, other
     )
+
+
+def _version(value: Any) -> Any:
+    local = getattr(value, "_local_tensor", value)
+    return value._version, local._version
 
 
 def _variables(model: Any) -> list[Any]:

@@ -1,0 +1,240 @@
+"""Steps that are traced once: what is not traced, what changes between steps, and what is said.
+
+`tests/every_backend/test_traced_cases.py` has the numbers of ordinary models.
+"""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers, ops
+
+import lockstep
+from lockstep.attach.attachment import session_of
+from lockstep.engines.torch.traced.trace import TracedStep
+from lockstep.errors import NotTracedWarning
+from tests.torch.agreement import assert_equal, both
+
+X = np.random.default_rng(0).normal(size=(22, 4))
+Y = np.random.default_rng(1).normal(size=(22, 2))
+FIT = {"batch_size": 8, "epochs": 3, "verbose": 0, "shuffle": False}
+DEVICES = pytest.mark.parametrize("devices", [1, 3])
+
+
+def network(*inside, optimizer="adam"):
+    made = keras.Sequential([keras.Input((4,)), layers.Dense(5, activation="tanh"), *inside])
+    made.add(layers.Dense(2))
+    made.compile(optimizer, "mse", metrics=["mae"])
+    return made
+
+
+def fitted(build, devices, **options):
+    """The same training by Keras alone and traced; the warnings of the second one."""
+    one, many = both(build, devices)
+    many.jit_compile = True
+    histories = [one.fit(X, Y, **{**FIT, **options}).history]
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always", NotTracedWarning)
+        histories.append(many.fit(X, Y, **{**FIT, **options}).history)
+    assert_equal(histories[0], histories[1])
+    assert_equal(one, many)
+    return many, [str(each.message) for each in given if each.category is NotTracedWarning]
+
+
+def traces(model):
+    """How many graphs a model has."""
+    return len(session_of(model)._plans._traces._traces)
+
+
+@DEVICES
+def test_a_step_is_traced_for_each_form_of_a_batch(devices):
+    many, reasons = fitted(network, devices)
+    assert not reasons
+    assert traces(many) == 2  # batches of 8 rows and of 6
+
+
+def test_nothing_is_traced_without_being_asked_for():
+    _, many = both(network)
+    many.fit(X, Y, **FIT)
+    assert traces(many) == 0
+
+
+@keras.saving.register_keras_serializable("traced")
+class Reads(layers.Layer):
+    """Scales by a value that Python reads."""
+
+    def __init__(self, how, **options):
+        super().__init__(**options)
+        self.how = how
+
+    def call(self, inputs):
+        total = ops.sum(inputs)
+        read = {
+            "numpy": lambda: float(total.detach().numpy()),
+            "bool": lambda: 2.0 if total > 0 else 3.0,
+        }
+        return inputs * (1 + 0.1 * read[self.how]())
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+@pytest.mark.parametrize("how", ["numpy", "bool"])
+def test_a_value_that_python_reads_keeps_a_step_from_being_traced(how):
+    many, reasons = fitted(lambda: network(Reads(how)), 1)
+    (reason,) = reasons
+    assert "test_on_traced_steps.py" in reason  # the line of the user's
+    assert traces(many) == 0
+
+
+@keras.saving.register_keras_serializable("traced")
+class Counts(layers.Layer):
+    """Scales by the number of calls, which Python counts."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.calls = 0
+
+    def call(self, inputs):
+        if not isinstance(inputs, keras.KerasTensor):
+            self.calls += 1
+        return inputs * (1 + self.calls)
+
+
+def test_a_step_that_changes_a_state_of_python_is_not_traced():
+    _, (reason,) = fitted(lambda: network(Counts()), 1)
+    assert "changes objects of Python" in reason
+
+
+class Changes(keras.callbacks.Callback):
+    """Changes attributes that steps read, between epochs."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.clipnorm = 0.01 * (epoch + 1)
+        self.model.layers[1].rate = 0.5
+        self.model.layers[0].trainable = epoch != 1
+
+
+@DEVICES
+def test_changes_between_epochs_are_traced_anew(devices):
+    def build():
+        return network(Scales())
+
+    fitted(build, devices, callbacks=[Changes()])
+
+
+@keras.saving.register_keras_serializable("traced")
+class Scales(layers.Layer):
+    """Scales by an attribute."""
+
+    rate = 1.0
+
+    def call(self, inputs):
+        return inputs * self.rate
+
+
+@keras.saving.register_keras_serializable("traced")
+class TwoUpdates(keras.Model):
+    """A step of the user's own with two backward passes, and a mean over the batch."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.one, self.other = layers.Dense(3), layers.Dense(2)
+        self.second = keras.optimizers.SGD(0.01)
+
+    def build(self, shape):
+        self.one.build(shape)
+        self.other.build((*shape[:-1], 3))
+
+    def call(self, inputs):
+        return self.other(self.one(inputs))
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        ops.mean(ops.square(self(x) - y)).backward()
+        weights = self.one.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([each.value.grad for each in weights], weights)
+        self.zero_grad()
+        found = self(x)
+        loss = ops.mean(ops.square(found - ops.mean(found, axis=0) - y))
+        loss.backward()
+        weights = self.other.trainable_weights
+        with torch.no_grad():
+            self.second.apply([each.value.grad for each in weights], weights)
+        return {"loss": loss}
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+@DEVICES
+def test_a_step_of_the_users_own_is_traced(devices):
+    def build():
+        made = TwoUpdates()
+        made.build((None, 4))
+        made.compile(keras.optimizers.Adam(), "mse")
+        made.optimizer.build(made.one.trainable_weights)
+        made.second.build(made.other.trainable_weights)
+        return made
+
+    many, reasons = fitted(build, devices)
+    assert not reasons
+    assert traces(many) == 2
+
+
+def test_an_error_in_the_data_leaves_the_model_of_the_last_step():
+    def batches():
+        yield X[:8], Y[:8]
+        yield X[8:16], Y[8:16]
+        yield X[:8], Y[:8]
+        raise OSError("no disk")
+
+    one, many = both(network, 3)
+    many.jit_compile = True
+    for model in (one, many):
+        with pytest.raises(OSError, match="no disk"):
+            model.fit(batches(), verbose=0, shuffle=False)
+    assert_equal(one, many)
+
+
+@DEVICES
+def test_calls_on_batches_and_predictions_are_traced(devices):
+    one, many = both(network, devices)
+    many.jit_compile = True
+    for _ in range(4):
+        for name in ("train_on_batch", "test_on_batch"):
+            assert_equal(getattr(one, name)(X, Y), getattr(many, name)(X, Y))
+        assert_equal(one.predict_on_batch(X), many.predict_on_batch(X))
+    assert_equal(one, many)
+    assert traces(many) == 3
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.NotTracedWarning")
+def test_the_line_of_fit_says_so(capsys):
+    _, many = both(network, 3)
+    many.jit_compile = True
+    many.fit(X, Y, batch_size=8, verbose=2)
+    assert ", traced" in capsys.readouterr().out
+    many.jit_compile = False
+    lockstep.release(many)
+    lockstep.distribute(many, 3, micro_batch_size=2)
+    many.jit_compile = True
+    many.fit(X, Y, batch_size=8, verbose=2)
+    assert ", not traced" in capsys.readouterr().out
+
+
+def test_a_graph_writes_into_no_tensor_of_the_model():
+    made = network()
+    batch = torch.tensor(X), torch.tensor(Y)
+    made.train_step(batch)
+    before = [variable.value.detach().clone() for variable in made.variables]
+    step = TracedStep(made, "train", batch, None)
+    computed = step.run(batch)
+    assert_equal(before, [variable.value.detach() for variable in made.variables])
+    computed.write()
+    reference = network()
+    reference.set_weights([each.numpy() for each in before[: len(reference.weights)]])
+    assert any(
+        not np.array_equal(variable.value.detach().numpy(), was.numpy())
+        for variable, was in zip(made.variables, before, strict=True)
+    )

@@ -43,10 +43,11 @@ CASES = [
     *("resumes a sampler", "steps of a pass", "plain batches beside"),
     *("plain batch beside", "predict into files", "predict goes on", "global arrays"),
     *("verify", "Ctrl-C in one process", "split arrays", "resumes split arrays"),
+    "ends once",
 ]
 QUICK = (
     *("one ends early", "no rows from the start", "arrays", "on_batch", "fails in one process"),
-    *("split reading", "plain batch beside", "predict goes on"),
+    *("split reading", "plain batch beside", "predict goes on", "ends once"),
 )
 KILLED = ["killed predict", "killed fit"]
 REFUSED = {
@@ -78,6 +79,8 @@ REFUSED = {
     "not by row": ("UnusableData", "split_reading was given a list_iterator"),
     "other order": ("ProcessesDisagree", "draws other rows, or in another order"),
     "adapt": ("UnusableData", "where an array or batches are expected"),
+    "a tuple": ("UnusableData", "A tuple of process_local was given"),
+    "batch sizes": ("ProcessesDisagree", "Process 1 was given batch_size=8, and process 0 "),
 }
 
 
@@ -263,6 +266,46 @@ def test_y_beside_it_is_refused_in_one_process():
     model = lockstep.distribute(made(), 2)
     with pytest.raises(UnusableData, match=r"y was given beside lockstep\.process_local\(ndarray"):
         model.fit(lockstep.process_local(X), Y, verbose=0)
+
+
+SAME = iter([(X, Y)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("makes", "said"),
+    [
+        (lambda: None, "a function that returned None"),
+        (lambda: (X, Y), "data that yield a ndarray, and tuples were expected"),
+        (lambda: SAME, "returned the same list_iterator twice"),
+    ],
+)
+def test_a_function_without_batches_of_a_pass_is_refused(makes, said):
+    model = lockstep.distribute(made(), 2)
+    with pytest.raises(UnusableData, match=said) as caught:
+        model.fit(lockstep.process_local(makes), epochs=3, verbose=0)
+    assert str(caught.value).count("\n") <= 2
+
+
+def test_a_function_may_return_the_same_list():
+    one, other = made(), lockstep.distribute(made(), 2)
+    one.fit(Sequence(), epochs=2, shuffle=False, verbose=0)
+    every = list(batches())
+    other.fit(lockstep.process_local(lambda: every), epochs=2, verbose=0)
+    for a, b in zip(other.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+def test_a_pass_without_a_batch_is_a_warning():
+    passes = iter([list(batches()), list(batches()), []])
+    model = lockstep.distribute(made(), 2)
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(lockstep.process_local(lambda: next(passes)), epochs=2, verbose=0)
+
+
+@pytest.mark.parametrize("data", [iter([(X, Y)]), zip(X, Y, strict=True)])
+def test_an_iterator_that_is_no_generator_is_refused(data):
+    with pytest.raises(UnusableData, match=f"a {type(data).__name__}, an iterator that is no"):
+        lockstep.process_local(data)
 
 
 @pytest.mark.parametrize(("batch_size", "size"), [(7, 3), (8, 2), (3, 3), (100, 7)])

@@ -891,10 +891,25 @@ def plain_beside(*names):
     return 0.0
 
 
+def ends_once():
+    """A generator trains one epoch, and a further one without a batch is a warning."""
+    made = lockstep.distribute(dense())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made.fit(own(each for each in [(X[:4], Y[:4])] * 3), epochs=2, verbose=0)
+    assert any("ran out of data" in str(each.message) for each in said)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made.fit(own(lambda: iter([(X[:4], Y[:4])] * 3)), epochs=2, verbose=0)
+    assert not any("ran out of data" in str(each.message) for each in said)
+    return abs(float(made.optimizer.iterations.value) - 9)
+
+
 own = lockstep.process_local
 CASES |= {
     "plain batch beside": lambda: plain_beside("train_on_batch"),
     "plain batches beside": lambda: plain_beside("test_on_batch", "predict_on_batch"),
+    "ends once": ends_once,
     "sampler": sampler,
     "stops alone": stops_alone,
     "rows stay": rows_stay,
@@ -985,6 +1000,8 @@ REFUSED = {
     ),
     "other order": lambda made: made.fit(lockstep.split_reading(other_order()), verbose=0),
     "adapt": lambda made: layers.Normalization().adapt(own(X)),
+    "a tuple": lambda made: made.fit((own(X), own(Y)), verbose=0),
+    "batch sizes": lambda made: made.fit(own((X, Y)), batch_size=8 if rank else 4, verbose=0),
 }
 
 

@@ -182,13 +182,18 @@ def process_local(data: Any) -> ProcessLocal:
         `validation_data`. `predict` returns the rows of this process.
 
     Raises:
-        UnusableData: If the data are wrapped already, or none are given.
+        UnusableData: If the data are wrapped already, an iterator that is no generator, or none.
 
     Example:
         >>> rank, size = lockstep.initialize()
         >>> own = lockstep.process_local((x[rank::size], y[rank::size]))
         >>> _ = model.fit(own, batch_size=32, verbose=0)
     """
+    if isinstance(data, Iterator) and not is_generator(data) and not hasattr(data, "__len__"):
+        raise UnusableData(
+            f"process_local was given a {type(data).__name__}, an iterator that is no generator.\n"
+            "Give it a generator, or a function that returns a new iterator for each pass."
+        )
     if not _may_be_data(data):
         what = repr(data) if isinstance(data, ProcessLocal) else shown(data)
         raise UnusableData(
@@ -237,6 +242,20 @@ def check_beside(data: Any, given: dict[str, Any]) -> None:
         raise UnusableData(
             f"{', '.join(found)} was given beside {data!r}, whose rows would not fit to it.\n"
             f"{remedy}"
+        )
+
+
+def check_wrapped_together(data: Any) -> None:
+    """Check that the parts of the data are not wrapped one by one.
+
+    Raises:
+        UnusableData: If they are.
+    """
+    parts = list(data.values()) if isinstance(data, dict) else data
+    if isinstance(parts, list | tuple) and any(isinstance(part, ProcessLocal) for part in parts):
+        raise UnusableData(
+            f"A {type(data).__name__} of process_local was given, and the rows of a process are "
+            "wrapped together.\nGive process_local((x, y, sample_weight)) as the first argument."
         )
 
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from lockstep.core.process_local import OwnRandomNumbers, ProcessLocal, is_generator
-from lockstep.errors import LockstepWarning, UnusableData
+from lockstep.errors import LockstepWarning, ProcessesDisagree, UnusableData, shown
 from lockstep.keras_compat import (
     ArrayDataAdapter,
     DataAdapter,
@@ -46,29 +46,62 @@ class Passes(DataAdapter):  # type: ignore[misc]  # Keras has no types
 
     Args:
         data: The function, or the generator.
+
+    Attributes:
+        is_used: Whether the last pass had a batch.
     """
 
     num_batches = batch_size = has_partial_batch = partial_batch_size = None
 
     def __init__(self, data: Any) -> None:
         self._data = data
+        self._last: Any = None
+        self.is_used = False
         # Keras draws a batch to build the model, which is the first one of the epoch all the same.
         self._looked_at = list(itertools.islice(data, 1)) if is_generator(data) else []
 
     def _batches(self) -> Iterator[Any]:
         if not is_generator(self._data):
-            yield from self._data()
+            yield from self._made()
             return
         yield from self._looked_at
         self._looked_at = []
         # `yield from` would close the generator where a pass is left.
         yield from map(_itself, self._data)
 
+    def _made(self) -> Any:
+        """Return what the function returns for a pass.
+
+        Raises:
+            UnusableData: If it is no batches, or the iterator of an earlier pass.
+        """
+        made = self._data()
+        if not any(hasattr(made, name) for name in ("__iter__", "__getitem__")):
+            raise UnusableData(
+                f"process_local was given a function that returned {shown(made)}, and the batches "
+                "of a pass were\nexpected. Return an iterator of tuples, such as a new generator."
+            )
+        # A list or a data set begins anew in each pass; an iterator goes on.
+        if isinstance(made, Iterator) and made is self._last:
+            raise UnusableData(
+                f"process_local was given a function that returned the same {type(made).__name__} "
+                "twice: batches\nwould be lost. Return a new iterator for each pass."
+            )
+        self._last = made
+        return made
+
     def _of_keras(self) -> Any:
         batches = self._batches()
         first = list(itertools.islice(batches, 1))
+        self.is_used = bool(first)
         if not first:
             return None  # Keras refuses a generator without a batch
+        if not isinstance(first[0], tuple):
+            raise UnusableData(
+                f"process_local was given data that yield a {type(first[0]).__name__}, and tuples "
+                "were expected.\nYield a batch as (x,), (x, y) or (x, y, sample_weight). Give "
+                "arrays without a function."
+            )
         adapter = GeneratorDataAdapter(iter(first))
         adapter.generator = lambda: itertools.chain(first, batches)
         return adapter
@@ -93,7 +126,7 @@ class Passes(DataAdapter):  # type: ignore[misc]  # Keras has no types
         adapter = self._of_keras()
         if adapter is None:
             raise UnusableData("process_local was given a function that yields no batch.")
-        adapter.generator = self._data
+        adapter.generator = self._made
         return adapter.get_tf_dataset()
 
 
@@ -135,11 +168,30 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         with self.random.drawn():
             self.adapter = self._adapter_of(own, given)
             number = self.adapter.num_batches
+        self._check_batch_size(own, given)
         self.ends_once = bool(self._rows.agreed(is_generator(own.data)))
         self.draws_seeds = bool(self._rows.agreed(isinstance(self.adapter, TFDatasetAdapter)))
         agreed = self._rows.agreed(number)
         # With steps, a process that has ended begins anew at the end of an epoch.
         self._num_batches = None if self._steps and not self.is_split else agreed
+
+    def _check_batch_size(self, own: ProcessLocal, given: dict[str, Any]) -> None:
+        """Check that all processes cut arrays by the same size.
+
+        Raises:
+            ProcessesDisagree: If they do not.
+        """
+        size = given.get("batch_size") or (0 if self._steps else 32)
+        is_arrays = own.makes_batches is None and own.is_arrays
+        said = self._rows.numbers(size if is_arrays else -1)
+        found = [(rank, each) for rank, each in enumerate(said) if each >= 0]
+        for rank, each in found:
+            if each != found[0][1]:
+                raise ProcessesDisagree(
+                    f"Process {rank} was given batch_size={each or None}, and process "
+                    f"{found[0][0]} batch_size={found[0][1] or None}: it is that\nof the global "
+                    "batch. Give every process the same."
+                )
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """Yield the global batches."""

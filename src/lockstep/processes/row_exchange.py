@@ -201,8 +201,12 @@ class RowExchange:
 
     def agreed(self, number: int | None) -> int | None:
         """Return the greatest number of all processes; `None` if it is not known in one."""
-        said = [word[0] for word in self._exchange.gather([-1 if number is None else number])]
-        return None if min(said) < 0 else int(max(said))
+        said = self.numbers(-1 if number is None else number)
+        return None if min(said) < 0 else max(said)
+
+    def numbers(self, mine: int) -> list[int]:
+        """Return the number of every process, in the order of the ranks."""
+        return [int(word[0]) for word in self._exchange.gather([mine])]
 
     def joined(
         self, batch: Any, order: str = "", *, marked: bool = False
@@ -282,7 +286,7 @@ class RowExchange:
 
     def of_all(self, mine: bytes) -> list[np.ndarray]:
         """Return the bytes of every process, given those of this one."""
-        sizes = [int(word[0]) for word in self._exchange.gather([len(mine)])]
+        sizes = self.numbers(len(mine))
         return current().gather(np.frombuffer(mine, "uint8").copy(), sizes)
 
     def close(self) -> None:

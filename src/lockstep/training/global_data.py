@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from lockstep.core.process_local import ProcessLocal, SplitReading
+from lockstep.core.process_local import ProcessLocal, SplitReading, check_wrapped_together
 from lockstep.errors import UnusableData
 from lockstep.processes.call_scope import CALLS, OWN_DATA, PLAIN_DATA, other_data_error
 from lockstep.processes.coordination import once
@@ -26,8 +26,10 @@ def global_data(data: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ProcessesDisagree: If another process was given data of the other kind.
+        UnusableData: If parts of the data are wrapped one by one.
     """
     own: Any = data.get("x")
+    check_wrapped_together(own)
     is_own = isinstance(own, ProcessLocal)
     if several():
         kind = _KINDS[type(own)] if is_own else PLAIN_DATA

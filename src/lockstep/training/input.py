@@ -78,8 +78,10 @@ class HostIterator(AnewAfterReset):
             yield first, min(last, self.num_batches - 1) if self.at_once else last, iterator
 
     def _interrupted_warning(self) -> None:
-        # Rows of each process have a length that is known at their end alone.
-        if self.steps_per_epoch or not isinstance(self.data_adapter, OwnRows | Passes):
+        # Rows of each process have a length that is known at their end alone. A pass without a
+        # batch trains nothing: a generator that has ended before.
+        data = self.data_adapter
+        if self.steps_per_epoch or not isinstance(data, OwnRows | Passes) or not data.is_used:
             super()._interrupted_warning()
 
     def reset(self) -> None:

@@ -286,7 +286,7 @@ def test_a_function_without_batches_of_a_pass_is_refused(makes, said):
     assert str(caught.value).count("\n") <= 2
 
 
-def test_a_function_may_return_the_same_list():
+def test_a_function_may_return_the_same_list(recwarn):
     one, other = made(), lockstep.distribute(made(), 2)
     one.fit(Sequence(), epochs=2, shuffle=False, verbose=0)
     every = list(batches())

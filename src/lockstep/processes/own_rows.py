@@ -126,7 +126,8 @@ class Passes(DataAdapter):  # type: ignore[misc]  # Keras has no types
         adapter = self._of_keras()
         if adapter is None:
             raise UnusableData("process_local was given a function that yields no batch.")
-        adapter.generator = self._made
+        again = [self._made()]  # made here: an error within TensorFlow would lose its class
+        adapter.generator = lambda: again.pop() if again else self._made()
         return adapter.get_tf_dataset()
 
 

@@ -106,6 +106,40 @@ def test_a_step_that_changes_a_state_of_python_is_not_traced():
     assert "changes objects of Python" in reason
 
 
+class Clocked(keras.Sequential):
+    """A step whose log is a number of Python."""
+
+    def train_step(self, data):
+        return {**super().train_step(data), "constant": 7.0}
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_a_log_that_is_a_number_of_python_keeps_a_step_from_being_traced():
+    def build():
+        made = Clocked([keras.Input((4,)), layers.Dense(2)])
+        made.compile("adam", "mse")
+        return made
+
+    _, (reason,) = fitted(build, 1)
+    assert "number of Python" in reason
+
+
+@DEVICES
+def test_data_that_change_an_attribute_between_steps_are_seen(devices):
+    def run(model):
+        def batches():
+            for number in range(8):
+                model.layers[1].rate = 1.0 + number // 2
+                yield X[:8], Y[:8]
+
+        return model.fit(batches(), steps_per_epoch=6, verbose=0, shuffle=False).history
+
+    one, many = both(lambda: network(Scales()), devices)
+    many.jit_compile = True
+    assert_equal(run(one), run(many))
+    assert_equal(one, many)
+
+
 class Changes(keras.callbacks.Callback):
     """Changes attributes that steps read, between epochs."""
 

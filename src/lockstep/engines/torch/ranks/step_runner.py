@@ -348,7 +348,8 @@ class StepRunner:
             last = self._last_bytes
             if last is None or not last.is_still():
                 self._pickled += 1
-                last = dump(self._model, with_graph=self._changes and self._pickled < _TRIES)
+                changes = self._changes or self.peers.user_code_between_steps
+                last = dump(self._model, with_graph=changes and self._pickled < _TRIES)
             self._bytes_of_step = self._last_bytes = last
         return self._bytes_of_step
 

@@ -138,7 +138,8 @@ class TracedSteps:
     def _has_changed(self) -> bool:
         """Return whether the model, or what its code reads, has changed since the last look."""
         runner = self._runner
-        if not runner.unchecked and self._bytes is not None:
+        may_have = runner.unchecked or runner.peers.user_code_between_steps
+        if not may_have and self._bytes is not None:
             return False
         before = self._bytes
         try:

@@ -134,6 +134,8 @@ class TracedStep:
             if mesh is not None:
                 contexts.enter_context(SplitOperations(mesh))
             result = stock_step(self._model, self._kind, batch)
+            if any(isinstance(leaf, int | float) for leaf in keras.tree.flatten(result)):
+                raise Untraceable("gives a number of Python as a log: make it a tensor")
             known = {id(variable) for variable in self.variables}
             if any(each not in known for each in scope.state_mapping):
                 raise Untraceable("assigns to a variable that the model does not hold")

@@ -12,7 +12,7 @@ from lockstep.engines.replicas.first_step import Recording
 from lockstep.engines.replicas.sketches import Sketches
 from lockstep.engines.torch.exchange.group import PeerLost, RankGroup
 from lockstep.engines.torch.exchange.placement import Undo, copies_on
-from lockstep.engines.torch.first_step.first_step import recorded_step, sketched
+from lockstep.engines.torch.first_step.first_step import recorded_step, sketched, unchanged_tensors
 from lockstep.engines.torch.same_code.generators import GLOBAL, set_state
 from lockstep.engines.torch.same_code.settings import checksum
 from lockstep.engines.torch.sharded.sharded_variables import Shards
@@ -249,7 +249,8 @@ class Rank:
     ) -> TraceAnswer:
         """Trace a step for batches like this one; see `RankTraces`."""
         self._begin_step(training)
-        return self.traces.trace(number, kept, kind, batch, self._connected())
+        with unchanged_tensors(self.model, self.tensors, every=True):
+            return self.traces.trace(number, kept, kind, batch, self._connected())
 
     @CallOnBatch
     def traced_step(self, batch: Any, number: int, training: bool, state: Any) -> Any:

@@ -12,8 +12,9 @@ from lockstep.core.layout import Layout
 from lockstep.engines.replicas.first_step import can_be_tried
 from lockstep.engines.replicas.sketches import Difference
 from lockstep.engines.torch.ranks.step_runner import StepRunner
-from lockstep.engines.torch.traced.comparison import changes_objects, compared
+from lockstep.engines.torch.traced.comparison import compared, keeps_state
 from lockstep.errors import NotTracedWarning, UnsupportedModel
+from lockstep.keras_compat import stored_value
 from lockstep.processes import process_group
 
 
@@ -71,6 +72,9 @@ class TracedSteps:
         """
         if not is_asked_for(self._model) or kind in self._refused:
             return None
+        if any(map(_has_hook, self._model.trainable_variables)):
+            self.refuse(kind, "a hook is on the gradient of a weight")
+            return None
         if self._has_changed():
             self._traces.clear()
         key = self._form(kind, batch)
@@ -108,8 +112,8 @@ class TracedSteps:
     def _made(self, kind: str, batch: Any) -> Trace | None:
         reason = self._reason()
         model, tensors = self._model, self._runner.tensors()
-        if reason is None and changes_objects(model, kind, batch, tensors):
-            reason = "it changes objects of Python, or draws random numbers of Python or NumPy"
+        if reason is None and keeps_state(model, kind, batch, tensors):
+            reason = "it changes other things than variables of Keras, or draws numbers of Python"
         if reason is None:
             self._number += 1
             self._unused += 1
@@ -159,6 +163,11 @@ class TracedSteps:
         )
         structure = str(keras.tree.map_structure(lambda leaf: 0, batch))
         return kind, structure, forms, self._model.training
+
+
+def _has_hook(variable: Any) -> bool:
+    tensor = stored_value(variable)
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def is_asked_for(model: Any) -> bool:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 
@@ -15,7 +16,9 @@ from lockstep.engines.replicas.sketches import STATE, Difference, bounds_for
 from lockstep.engines.torch.exchange.placement import copies
 from lockstep.engines.torch.first_step.first_step import stock_step, unchanged_tensors
 from lockstep.engines.torch.same_code.model_pickle import dump
-from lockstep.engines.torch.traced.trace import Computed
+from lockstep.engines.torch.same_code.settings import checksum
+from lockstep.engines.torch.steps.replica import random_state
+from lockstep.engines.torch.traced.trace import Computed, variables_in
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import own_trainable_variables, stored_value
 
@@ -37,39 +40,84 @@ def compared(
         tensors: Tensors that code of the model reaches besides its variables.
     """
     updated: dict[int, Any] = {}
+    numbers: list[Any] = []
 
     def alone(some: Any) -> Recording:
-        return _recorded(model, kind, some, tensors, traced.gradients, updated)
+        return _recorded(model, kind, some, tensors, traced.gradients, updated, numbers)
 
     several = _sketched(model, kind, traced)
     found = agreed(batch, alone, several, bounds_for(model, several.dtypes))
-    return found or _update_difference(traced, updated)
+    found = found or _update_difference(traced, updated)
+    if found is None and not all(map(_equal, numbers[0], traced.random_state)):
+        found = Difference(STATE, "PyTorch's random numbers", 1.0)
+    return found
 
 
-def changes_objects(model: Any, kind: str, batch: Any, tensors: list[Any]) -> bool:
-    """Return whether a step changes objects of Python, or draws Python's or NumPy's numbers.
+def _equal(one: Any, other: Any) -> bool:
+    return one is other or torch.equal(one, other)
 
-    A graph does neither. What cannot be told counts as a change.
+
+def keeps_state(model: Any, kind: str, batch: Any, tensors: list[Any]) -> bool:
+    """Return whether a step keeps a state in other places than in variables of Keras.
+
+    These are objects of Python, tensors, random numbers of Python and NumPy, and whatever makes
+    the same step give another result the next time. A graph keeps none of it. What cannot be told
+    counts as such a state.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        batch: The global batch.
+        tensors: Tensors that code of the model reaches besides its variables.
     """
+    values = {id(stored_value(variable)) for variable in variables_in(model)}
+
+    def run() -> Any:
+        return copies(stock_step(model, kind, copies(batch)))
+
+    def run_again() -> Any:
+        with unchanged_tensors(model, (), every=True):
+            return run()
+
     with (
         unchanged_objects(model),
         unchanged_tensors(model, tensors, every=True),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        stock_step(model, kind, copies(batch))  # the first one may fill caches
-        before = _state_of_python(model)
-        stock_step(model, kind, copies(batch))
-        return before is None or before != _state_of_python(model)
+        run_again()  # the first one may fill caches
+        results = run_again(), run_again()
+        before = _state_of_python(model, values)
+        run()
+        same = before is not None and _is_same(before, _state_of_python(model, values))
+        return not (same and _are_close(*results))
 
 
-def _state_of_python(model: Any) -> Any:
+def _state_of_python(model: Any, values: set[int]) -> Any:
+    """Return the state of all but the variables, `None` if it is not known."""
     try:
         dumped = dump(model)
     except UnsupportedModel:
         return None
+    others = [each for each in dumped.tensors if id(each) not in values]
     numbers = [str(part) for part in np.random.get_state()]
-    return dumped.data, dumped.states, random.getstate(), numbers
+    seen = dumped.data, dumped.states, random.getstate(), numbers, list(map(checksum, others))
+    return seen, others
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if now is None or before[0] != now[0]:
+        return False
+    return all(one is other for one, other in zip(before[1], now[1], strict=True))
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    """Return whether two runs of a step have given the same."""
+    pairs = zip(keras.tree.flatten(one), keras.tree.flatten(other), strict=True)
+    return all(
+        torch.allclose(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-5, equal_nan=True)
+        for a, b in pairs
+    )
 
 
 def _sketched(model: Any, kind: str, traced: Computed) -> Recording:
@@ -96,6 +144,7 @@ def _recorded(
     tensors: list[Any],
     given: list[list[Any]],
     updated: dict[int, Any],
+    numbers: list[Any],
 ) -> Recording:
     """Run Keras's step on one device, with an update by the gradients that are given."""
     recording, lists = Recording(model), iter(given)
@@ -121,6 +170,7 @@ def _recorded(
         warnings.simplefilter("ignore")  # the step itself shows them
         with patched(changes):
             result = stock_step(model, kind, copies(batch))
+        numbers.append(random_state())
         with torch.no_grad():
             _add_result(recording, model, kind, result)
             recording.states(model)

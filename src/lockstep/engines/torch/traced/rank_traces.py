@@ -86,7 +86,8 @@ class RankTraces:
         """Compute a step as `run`, and leave PyTorch's random numbers as they are."""
         before = random_state()
         try:
-            return self.run(number, batch, state, group)
+            computed = self.run(number, batch, state, group)
+            return computed._replace(random_state=random_state())
         finally:
             set_random_state(before)
 
@@ -108,10 +109,10 @@ def _reason(error: Exception) -> str:
     own = [frame for frame in frames if not _is_of_library(frame.filename)]
     if own:
         place = f"{own[-1].filename}, line {own[-1].lineno}: {(own[-1].line or '').strip()}"
-    if isinstance(error, Untraceable):
-        return str(error)
     layers = [name for name in map(_layer_of, frames) if name]
     text = next((line for line in _lines(error) if line), type(error).__name__)
+    if isinstance(error, Untraceable):
+        return _short(text)
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__:
         text = "Python reads the value of a tensor"
     what = f"in {layers[-1]}" if layers else ""
@@ -124,6 +125,7 @@ def _lines(error: Exception) -> list[str]:
 
 def _short(text: str) -> str:
     text = text.replace("\x1b[1m", "").replace("\x1b[0m", "")
+    text = text.rstrip(".")
     return text if len(text) <= _MOST else text[: _MOST - 3] + "..."
 
 

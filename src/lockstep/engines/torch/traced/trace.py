@@ -16,7 +16,7 @@ from lockstep.core.patched import patched
 from lockstep.core.state import optimizers_of, unique, variables_of
 from lockstep.engines.replicas.first_step import unchanged_objects
 from lockstep.engines.torch.first_step.first_step import stock_step
-from lockstep.engines.torch.torch_compat import copy_each
+from lockstep.engines.torch.torch_compat import TorchDispatchMode, copy_each
 from lockstep.engines.torch.traced.draws import seeded
 from lockstep.engines.torch.traced.gradients import TracedTensors
 from lockstep.engines.torch.traced.graph import cleaned, draws, exchanges, traced
@@ -55,7 +55,7 @@ class TracedStep:
 
     def __init__(self, model: Any, kind: str, batch: Any, mesh: Mesh | None) -> None:
         self._model, self._kind, self._mesh = model, kind, mesh
-        self.variables = _variables(model)
+        self.variables = variables_in(model)
         self.updates: list[list[Any]] = []
         self._reached: list[list[bool]] = []
         self._batch = batch
@@ -211,6 +211,7 @@ class Computed(NamedTuple):
         variables: The variables that change.
         values: Their new values.
         result: The logs or predictions.
+        random_state: The state of PyTorch's random numbers after it, of a run that was tried.
     """
 
     updates: list[list[Any]]
@@ -219,9 +220,10 @@ class Computed(NamedTuple):
     variables: list[Any]
     values: list[Any]
     result: Any
+    random_state: Any = None
 
     def write(self) -> None:
-        """Give the variables their new values; signals wait for the end of it."""
+        """Give the variables their new values and gradients; signals wait for the end of it."""
         by_type: dict[Any, tuple[list[Any], list[Any]]] = {}
         for variable, value in zip(self.variables, self.values, strict=True):
             olds, news = by_type.setdefault(value.dtype, ([], []))
@@ -230,6 +232,9 @@ class Computed(NamedTuple):
         with HeldSignals(), torch.no_grad():
             for olds, news in by_type.values():
                 copy_each(olds, news)
+            for variables, gradients in zip(self.updates, self.gradients, strict=True):
+                for variable, gradient in zip(variables, gradients, strict=True):
+                    _value(variable).grad = gradient
 
 
 class _Scope(keras.StatelessScope):  # type: ignore[misc]
@@ -266,6 +271,17 @@ class _Leaf:
 _TENSOR = _Leaf()
 
 
+class _WithoutDraws(TorchDispatchMode):  # type: ignore[misc]
+    """Refuses draws of PyTorch's own: a graph runs both branches, and one device one of them."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in operation.tags:
+            raise Untraceable("draws random numbers in a branch of keras.ops.cond")
+        return operation(*arguments, **(options or {}))
+
+
 def _both(scope: _Scope, pred: Any, true_fn: Any, false_fn: Any) -> Any:
     """Run both branches of `keras.ops.cond`, and take results and variables of the right one."""
     before = dict(scope.state_mapping)
@@ -276,7 +292,10 @@ def _both(scope: _Scope, pred: Any, true_fn: Any, false_fn: Any) -> Any:
         versions = {key: _version(value) for key, value in copied.items()}
         scope.state_mapping.clear()
         scope.state_mapping.update(copied)
-        result, after = run(), dict(scope.state_mapping)
+        with _WithoutDraws():
+            result, after = run(), dict(scope.state_mapping)
+        if any(getattr(leaf, "requires_grad", False) for leaf in keras.tree.flatten(result)):
+            raise Untraceable("takes gradients through keras.ops.cond, of which a graph runs both")
         changed = {
             key: value
             for key, value in after.items()
@@ -301,7 +320,8 @@ def _version(value: Any) -> Any:
     return value._version, local._version
 
 
-def _variables(model: Any) -> list[Any]:
+def variables_in(model: Any) -> list[Any]:
+    """Return the variables that a graph has: those of a model, its optimizers and Keras's seed."""
     slots = [variable for _, each in optimizers_of(model) for variable in each.variables]
     seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     return unique([*variables_of(model), *slots, *([] if seeds is None else [seeds.state])])

@@ -16,10 +16,10 @@ SAMPLE = {
     ("masked lstm, sgd", 1),
     ("embedding mask and temporal weights", 1),
     ("nested model, sgd", 3),
-    ("spectral normalization", 3),
+    ("counters, running maximum and mean", 3),
     ("bias before norm, sgd", 3),
 }
-"""The quick cases: dicts, draws in the order of memory, a branch on a value, batch norm."""
+"""The quick cases: dicts, draws in the order of memory, states, batch norm."""
 
 REFUSED = {
     *OF_JAX,

@@ -41,9 +41,14 @@ from lockstep.engines.torch.ranks.launcher_peers import LauncherPeers
 from lockstep.engines.torch.ranks.peers import NoPeers, Peers
 from lockstep.engines.torch.ranks.pool import Lease
 from lockstep.engines.torch.ranks.pool_peers import PoolPeers
-from lockstep.engines.torch.ranks.step_plans import BUILDS, BY_ROWS, ON_WHOLE_BATCH, StepPlans
+from lockstep.engines.torch.ranks.step_plans import (
+    BUILDS,
+    BY_ROWS,
+    ON_WHOLE_BATCH,
+    StepPlans,
+    is_asked_for,
+)
 from lockstep.engines.torch.ranks.step_runner import StepRunner
-from lockstep.engines.torch.ranks.traced_steps import is_asked_for
 from lockstep.engines.torch.sharded.sharded_variables import (
     is_sharded,
     made_on_host,

@@ -153,26 +153,18 @@ class StepPlans:
 
     def _traced(self, kind: str, batch: Any, route: Route) -> Route:
         """Return the route of a traced step, if it can be one, or else the given one."""
-        has_left_out = kind in self._with_left_out or kind in self._first_steps.alone
-        if route.how == BUILDS or self._around is not None or has_left_out:
+        kept = kind in self._with_left_out or kind in self._first_steps.alone
+        if route.how == BUILDS or self._around is not None or kept or not is_asked_for(self._model):
             return route
-        steps = self._repeated.steps[kind]
-        trace = self._traces.of(kind, batch)
-        if trace is None:
-            return route
-        if trace.is_new and is_checked():
-            found = self._traces.difference(kind, batch, trace)
-            if found is not None:
-                self._traces.refuse(kind, f"in its {kind} step, {found} from one device")
-                return route
-            steps.agreed = steps.number
-        trace.is_new = False
-        return Route(TRACED, trace=trace)
+        trace, steps = self._traces.of(kind, batch), self._repeated.steps[kind]
+        if trace is not None and trace.is_new:
+            trace.is_new, steps.agreed = False, steps.number
+        return route if trace is None else Route(TRACED, trace=trace)
 
     def begin_call(self, name: str) -> None:
         """Note that a method of the model is called."""
         self._repeated.begin_call(name)
-        self._traces.begin_call(name)
+        self._traces.begin_call()
 
     @contextmanager
     def epoch(self, kind: str, *, changes: bool, own_data: bool) -> Iterator[None]:
@@ -589,6 +581,11 @@ class StepPlans:
             return known_of_alone(what, remedy)
         # Code of the user's may keep a state that no worker has.
         return f"Its first step agrees with one device. {remedy}"
+
+
+def is_asked_for(model: Any) -> bool:
+    """Return whether steps of a model are to be traced."""
+    return bool(getattr(model, "jit_compile", False))
 
 
 _MOST_SENT = 4

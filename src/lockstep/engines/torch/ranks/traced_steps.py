@@ -9,7 +9,7 @@ import keras
 import torch
 
 from lockstep.core.layout import Layout
-from lockstep.engines.replicas.first_step import can_be_tried
+from lockstep.engines.replicas.first_step import can_be_tried, is_checked
 from lockstep.engines.replicas.sketches import Difference
 from lockstep.engines.torch.ranks.step_runner import StepRunner
 from lockstep.engines.torch.traced.comparison import compared, keeps_state
@@ -53,7 +53,7 @@ class TracedSteps:
         self._bytes: Any = None
         self._unused = 0
 
-    def begin_call(self, name: str) -> None:
+    def begin_call(self) -> None:
         """Note that a method of the model is called."""
         self._unused = 0
 
@@ -66,11 +66,13 @@ class TracedSteps:
     def of(self, kind: str, batch: Any) -> Trace | None:
         """Return the graph that runs a step, `None` where Keras's code runs it.
 
+        A new one is compared with one device before.
+
         Args:
             kind: `"train"`, `"test"` or `"predict"`.
             batch: Tensors or `None`, in the structure that the step takes.
         """
-        if not is_asked_for(self._model) or kind in self._refused:
+        if kind in self._refused:
             return None
         if any(map(_has_hook, self._model.trainable_variables)):
             self.refuse(kind, "a hook is on the gradient of a weight")
@@ -85,6 +87,10 @@ class TracedSteps:
                 return None
             trace = self._made(kind, batch)
             if trace is None:
+                return None
+            found = self.difference(kind, batch, trace) if is_checked() else None
+            if found is not None:
+                self.refuse(kind, f"in its {kind} step, {found} from one device")
                 return None
             self._traces[key] = trace
         return trace
@@ -168,11 +174,6 @@ class TracedSteps:
 def _has_hook(variable: Any) -> bool:
     tensor = stored_value(variable)
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
-
-
-def is_asked_for(model: Any) -> bool:
-    """Return whether steps of a model are to be traced."""
-    return bool(getattr(model, "jit_compile", False))
 
 
 _MOST_UNUSED = 8

@@ -106,6 +106,93 @@ def test_a_step_that_changes_a_state_of_python_is_not_traced():
     assert "changes other things" in reason
 
 
+@keras.saving.register_keras_serializable("traced")
+class Keeps(layers.Layer):
+    """Scales by what the calls before have left, in a place that pickling does not show."""
+
+    def __init__(self, how, **options):
+        super().__init__(**options)
+        self.how = how
+        self.kept, self.filled = torch.ones(()), torch.ones(())
+
+    def call(self, inputs):
+        if torch.is_tensor(inputs) and inputs.device.type != "meta":
+            getattr(self, self.how)()
+        return inputs * self.kept * self.filled
+
+    def assigned(self):
+        self.kept = self.kept * 0.9
+
+    def in_place(self):
+        self.filled.mul_(0.9)
+
+
+@pytest.mark.parametrize("how", ["assigned", "in_place"])
+def test_a_step_that_keeps_a_tensor_is_not_traced_and_not_changed(how):
+    _, (reason,) = fitted(lambda: network(Keeps(how)), 1)
+    assert "changes other things" in reason
+
+
+@keras.saving.register_keras_serializable("traced")
+class Branches(layers.Layer):
+    """Takes a branch whose other one has no finite gradient."""
+
+    def call(self, inputs):
+        total = ops.sum(inputs)
+        return inputs * ops.cond(total > 0, lambda: ops.sqrt(total), lambda: 0.1 * total)
+
+
+@pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
+def test_gradients_through_a_branch_are_those_of_the_branch_that_runs():
+    _, (reason,) = fitted(lambda: network(Branches()), 1)
+    assert "keras.ops.cond" in reason
+
+
+def test_updates_that_a_loss_scale_leaves_out_are_left_out():
+    def build():
+        inner = keras.optimizers.Adam(0.01)
+        scaled = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**1020)
+        return network(optimizer=scaled)
+
+    many, reasons = fitted(build, 1, epochs=8)
+    assert not reasons or traces(many)
+
+
+class Hooks(keras.callbacks.Callback):
+    """Halves the gradient of a weight from an epoch on."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            self.model.layers[0].kernel.value.register_hook(lambda gradient: gradient / 2)
+
+
+def test_a_hook_on_a_weight_is_not_left_out():
+    _, reasons = fitted(network, 1, callbacks=[Hooks()])
+    assert any("hook" in reason for reason in reasons)
+
+
+class Norms(keras.callbacks.Callback):
+    """Notes the gradients that each batch has left."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        weights = self.model.trainable_weights
+        self.found.append([float(weight.value.grad.abs().sum()) for weight in weights])
+
+
+def test_gradients_are_left_in_the_weights():
+    one, many = both(network, 1)
+    many.jit_compile = True
+    norms = []
+    for model in (one, many):
+        norms.append(Norms())
+        model.fit(X, Y, **FIT, callbacks=[norms[-1]])
+    assert_equal(norms[0].found, norms[1].found)
+
+
 class Clocked(keras.Sequential):
     """A step whose log is a number of Python."""
 

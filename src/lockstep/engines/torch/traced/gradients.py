@@ -10,6 +10,10 @@ from lockstep.engines.torch.torch_compat import add_each_in_place, multiply_each
 from lockstep.engines.torch.traced.draws import SeededGenerator, draw_in_graph
 
 
+class Untraceable(Exception):
+    """A step cannot be a graph; the message ends a sentence about its model."""
+
+
 class TracedTensors(TorchFunctionMode):  # type: ignore[misc]
     """Lets the functions of PyTorch inside the context use other tensors than the model's own.
 
@@ -40,6 +44,8 @@ class TracedTensors(TorchFunctionMode):  # type: ignore[misc]
         self, function: Any, types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
         arguments, options = self._replaced(arguments), self._replaced(options or {})
+        if function in _READS and type(arguments[0]) in (torch.Tensor, torch.nn.Parameter):
+            raise Untraceable("Python reads a tensor that is no variable of Keras")
         if function is torch.Tensor.backward:
             return self._backward(*arguments, **options)
         if isinstance(options.get("generator"), SeededGenerator):
@@ -96,6 +102,12 @@ def _repeat_interleave(tensor: Any, repeats: Any, dim: Any = None, **options: An
         repeats = int(repeats)
     return torch.repeat_interleave(tensor, repeats, dim, **options)
 
+
+_READS = {
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__array__")
+}
+"""How Python reads the values of a tensor."""
 
 _SPECIAL: dict[Any, Any] = {
     add_each_in_place: _add_each,

@@ -10,9 +10,10 @@ import torch
 
 from lockstep.engines.torch.exchange.group import PeerLost, RankGroup
 from lockstep.engines.torch.steps.replica import random_state, set_random_state
+from lockstep.engines.torch.traced.gradients import Untraceable
 from lockstep.engines.torch.traced.graph import exchanging
 from lockstep.engines.torch.traced.split import Mesh
-from lockstep.engines.torch.traced.trace import Computed, TracedStep, Untraceable
+from lockstep.engines.torch.traced.trace import Computed, TracedStep
 
 
 @dataclass(frozen=True)

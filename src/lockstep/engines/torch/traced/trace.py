@@ -18,7 +18,7 @@ from lockstep.engines.replicas.first_step import unchanged_objects
 from lockstep.engines.torch.first_step.first_step import stock_step
 from lockstep.engines.torch.torch_compat import TorchDispatchMode, copy_each
 from lockstep.engines.torch.traced.draws import seeded
-from lockstep.engines.torch.traced.gradients import TracedTensors
+from lockstep.engines.torch.traced.gradients import TracedTensors, Untraceable
 from lockstep.engines.torch.traced.graph import cleaned, draws, exchanges, traced
 from lockstep.engines.torch.traced.split import Mesh, SplitOperations, own_rows
 from lockstep.keras_compat import (
@@ -28,10 +28,6 @@ from lockstep.keras_compat import (
     stored_value,
     traced_by_torch,
 )
-
-
-class Untraceable(Exception):
-    """A step cannot be a graph; the message ends a sentence about its model."""
 
 
 class TracedStep:
@@ -289,17 +285,17 @@ def _both(scope: _Scope, pred: Any, true_fn: Any, false_fn: Any) -> Any:
     def branch(run: Callable[[], Any]) -> tuple[Any, dict[int, Any]]:
         """Return the result of a branch, and the variables that it changes."""
         copied = {key: value.clone() for key, value in before.items()}
-        versions = {key: _version(value) for key, value in copied.items()}
         scope.state_mapping.clear()
         scope.state_mapping.update(copied)
         with _WithoutDraws():
             result, after = run(), dict(scope.state_mapping)
         if any(getattr(leaf, "requires_grad", False) for leaf in keras.tree.flatten(result)):
             raise Untraceable("takes gradients through keras.ops.cond, of which a graph runs both")
+        # Optimizers, which take no gradients, write in place: PyTorch does not tell that here.
         changed = {
             key: value
             for key, value in after.items()
-            if value is not copied.get(key) or _version(value) != versions[key]
+            if value is not copied.get(key) or not torch.is_grad_enabled()
         }
         return result, changed
 
@@ -313,11 +309,6 @@ def _both(scope: _Scope, pred: Any, true_fn: Any, false_fn: Any) -> Any:
     return keras.tree.map_structure(
         lambda a, b: torch.where(pred, a, b) if isinstance(a, torch.Tensor) else a, one, other
     )
-
-
-def _version(value: Any) -> Any:
-    local = getattr(value, "_local_tensor", value)
-    return value._version, local._version
 
 
 def variables_in(model: Any) -> list[Any]:

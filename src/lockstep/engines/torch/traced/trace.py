@@ -58,6 +58,7 @@ class TracedStep:
         self._rows = {len(leaf) for leaf in _tensors(batch) if leaf.ndim}
         self._outputs: tuple[Any, list[Any]] = None, []
         self._gradients = 0
+        self._left: list[int] = []
         inputs = [*map(_value, self.variables), *self.own(batch)]
         named = mesh.named() if mesh is not None else nullcontext()
         with unchanged_objects(model), implicit_replication(), named, _without_warnings():
@@ -92,8 +93,12 @@ class TracedStep:
             lists.append(
                 [next(parts) if has else None for _, has in zip(variables, reached, strict=True)]
             )
-        result = self._result(iter(outputs))
-        return Computed(self.updates, lists, self.variables, changed, list(values), result)
+        count = len(outputs) - len(self._left)
+        left = {
+            id(self.variables[n]): each for n, each in zip(self._left, outputs[count:], strict=True)
+        }
+        result = self._result(iter(outputs[:count]))
+        return Computed(self.updates, lists, self.variables, changed, list(values), result, left)
 
     def _result(self, outputs: Iterator[Any]) -> Any:
         structure, leaves = self._outputs
@@ -141,6 +146,9 @@ class TracedStep:
                 for leaf in keras.tree.flatten(result)
                 if isinstance(leaf, torch.Tensor)
             ]
+            left = [trained[id(v)].grad if id(v) in trained else None for v in self.variables]
+            self._left = [number for number, each in enumerate(left) if each is not None]
+            outputs += [whole(each.detach()) for each in left if each is not None]
         self._outputs = (
             keras.tree.map_structure(lambda leaf: 0, result),
             [
@@ -207,6 +215,7 @@ class Computed(NamedTuple):
         variables: The variables that change.
         values: Their new values.
         result: The logs or predictions.
+        left: The gradients that the step leaves in trained variables, by the `id` of these.
         random_state: The state of PyTorch's random numbers after it, of a run that was tried.
     """
 
@@ -216,6 +225,7 @@ class Computed(NamedTuple):
     variables: list[Any]
     values: list[Any]
     result: Any
+    left: dict[int, Any]
     random_state: Any = None
 
     def write(self) -> None:
@@ -228,9 +238,10 @@ class Computed(NamedTuple):
         with HeldSignals(), torch.no_grad():
             for olds, news in by_type.values():
                 copy_each(olds, news)
-            for variables, gradients in zip(self.updates, self.gradients, strict=True):
-                for variable, gradient in zip(variables, gradients, strict=True):
-                    _value(variable).grad = gradient
+            if self.updates:
+                for variable in self.all_variables:
+                    if _value(variable).requires_grad:
+                        _value(variable).grad = self.left.get(id(variable))
 
 
 class _Scope(keras.StatelessScope):  # type: ignore[misc]

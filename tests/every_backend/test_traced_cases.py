@@ -7,7 +7,6 @@ This runs all cases: `KERAS_BACKEND=torch python -m pytest tests/every_backend/t
 import pytest
 
 from tests.conformance.cases import FAMILIES
-from tests.conftest import BACKEND
 from tests.every_backend.test_cases import OF_JAX
 
 DEVICES = (1, 3)
@@ -27,9 +26,6 @@ REFUSED = {
     *("steps_per_execution=2", "steps_per_execution=3", "steps_per_execution beyond the epoch"),
     "masking layer and row weights",
 }
-
-MARKS = [] if BACKEND == "torch" else [pytest.mark.skip(reason="PyTorch alone traces steps")]
-pytestmark = MARKS
 
 
 def _runs():

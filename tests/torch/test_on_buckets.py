@@ -22,7 +22,7 @@ class TwoAlike:
 
 def run(bucket_bytes, monkeypatch):
     """A network with a weight used twice, one that the loss does not reach, and a frozen one."""
-    monkeypatch.setattr(group, "_BUCKET", bucket_bytes)
+    monkeypatch.setattr(group, "BUCKET", bucket_bytes)
     torch.manual_seed(0)
     twice, last, unused, frozen = (torch.nn.Parameter(torch.randn(4, 4)) for _ in range(4))
     frozen.requires_grad_(False)
@@ -61,7 +61,7 @@ def test_all_gradients_of_one_bucket_are_summed_as_one(monkeypatch):
 
 def test_the_last_layers_come_first(monkeypatch):
     first, last = (torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2))
-    monkeypatch.setattr(group, "_BUCKET", 64)
+    monkeypatch.setattr(group, "BUCKET", 64)
     both, seen = TwoAlike(), []
     with summed_gradients(both, [first, last]):
         first.register_hook(lambda _: seen.append(list(both.started)))

@@ -3,6 +3,10 @@
 `tests/every_backend/test_traced_cases.py` has the numbers of ordinary models.
 """
 
+import json
+import os
+import subprocess
+import sys
 import warnings
 
 import keras
@@ -367,3 +371,44 @@ def test_a_graph_writes_into_no_tensor_of_the_model():
         not np.array_equal(variable.value.detach().numpy(), was.numpy())
         for variable, was in zip(made.variables, before, strict=True)
     )
+
+
+SCRIPT = """
+import json, sys
+import keras, numpy as np
+import lockstep
+
+rank = lockstep.initialize()[0] if sys.argv[1] == "several" else 0
+
+keras.utils.set_random_seed(1)
+inside = [keras.layers.Dropout(0.2)]
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5), *inside, keras.layers.Dense(2)])
+model.compile("adam", "mse")
+if sys.argv[1] == "several":
+    lockstep.distribute(model)
+    model.jit_compile = True
+x, y = (np.random.default_rng(n).normal(size=(22, 4 - 2 * n)).astype("float32") for n in (0, 1))
+losses = model.fit(x, y, batch_size=8, epochs=3, verbose=0).history["loss"]
+if rank == 0:
+    print("losses", json.dumps(losses))
+"""
+
+
+def test_processes_of_a_launcher_trace_a_step_together(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
+    found = []
+    for run, how in ((["-m", "lockstep", "run", "--processes", "2"], "several"), ([], "one")):
+        ended = subprocess.run(
+            [sys.executable, *run, str(script), how],
+            env={**kept, "LOCKSTEP_PATIENCE": "30"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        (line,) = (each for each in ended.stdout.splitlines() if "losses" in each)
+        found.append(json.loads(line.partition("losses")[2]))
+        assert "NotTracedWarning" not in ended.stderr
+    np.testing.assert_allclose(*found, rtol=1e-5)

@@ -30,7 +30,7 @@ from lockstep.engines.torch.torch_compat import next_operation_number
 from lockstep.errors import UnsupportedModel
 
 HOST = "127.0.0.1"
-_BUCKET = 25 * 2**20
+BUCKET = 25 * 2**20
 """Bytes of tensors that one collective takes, at most, but for a single larger tensor."""
 
 _LONGEST_STEP = timedelta(hours=24)
@@ -136,7 +136,7 @@ class RankGroup:
         """
         parts = [tensor.detach().reshape(-1).to(self._device) for tensor in tensors]
         own, size = _Sum(parts), sum(part.nbytes for part in parts)
-        alone = size > _BUCKET  # its copy would be large
+        alone = size > BUCKET  # its copy would be large
         if self._waiting and (alone or self._waiting[0].parts[0].dtype != parts[0].dtype):
             self._send_sums()
         self._waiting.append(own)
@@ -303,7 +303,7 @@ def buckets_of(tensors: Sequence[Any]) -> list[list[Any]]:
     size = 0
     for tensor in tensors:
         size += tensor.nbytes
-        if not buckets or size > _BUCKET or buckets[-1][0].dtype != tensor.dtype:
+        if not buckets or size > BUCKET or buckets[-1][0].dtype != tensor.dtype:
             buckets.append([])
             size = tensor.nbytes
         buckets[-1].append(tensor)

@@ -211,6 +211,11 @@ class LauncherPeers(Peers):
         _, (_, *greatest) = once([mine.is_of_one, *astuple(mine)])
         return Difference(*greatest) if greatest[0] else None
 
+    def agreed_reason(self, reason: str | None) -> str | None:
+        """Return the reason of any process: a trace is made by all of them or by none."""
+        _, (found,) = once([reason or ""])
+        return found or None
+
     def agreed_trace(self, answers: list[TraceAnswer]) -> TraceAnswer:
         """Return what all processes say of a trace: each runs its graph, or none does."""
         (mine,) = answers

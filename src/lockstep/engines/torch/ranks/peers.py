@@ -256,6 +256,10 @@ class Peers(ABC):
         """Return the difference that all processes act on."""
         return found
 
+    def agreed_reason(self, reason: str | None) -> str | None:
+        """Return why no process traces a step, `None` if all may."""
+        return reason
+
     def agreed_trace(self, answers: list[TraceAnswer]) -> TraceAnswer:
         """Return what all ranks say of a trace, given the answers that are known here."""
         first, *others = sorted(answers, key=lambda answer: answer.reason, reverse=True)

@@ -51,11 +51,11 @@ class TracedSteps:
         self._refused: dict[str, str] = {}
         self._number = 0
         self._bytes: Any = None
-        self._unused = 0
+        self._made_in_call = 0
 
     def begin_call(self) -> None:
         """Note that a method of the model is called."""
-        self._unused = 0
+        self._made_in_call = 0
 
     def forget(self) -> None:
         """Trace anew: the model may be compiled differently."""
@@ -83,7 +83,7 @@ class TracedSteps:
         trace = self._traces.get(key)
         if trace is None:
             self._seen[key] += 1
-            if self._seen[key] == 1 or self._unused >= _MOST_UNUSED:
+            if self._seen[key] == 1 or self._made_in_call >= _MOST_IN_CALL:
                 return None
             trace = self._made(kind, batch)
             if trace is None:
@@ -98,7 +98,6 @@ class TracedSteps:
     def difference(self, kind: str, batch: Any, trace: Trace) -> Difference | None:
         """Return in what a traced step parts from one device, `None` if it does not."""
         runner = self._runner
-        found = None
         computed = runner.tried_traced_step(trace.number, batch, draws=trace.draws)
         found = compared(self._model, kind, batch, computed, runner.tensors())
         return runner.peers.agreed_difference(found)
@@ -120,9 +119,10 @@ class TracedSteps:
         model, tensors = self._model, self._runner.tensors()
         if reason is None and keeps_state(model, kind, batch, tensors):
             reason = "it changes other things than variables of Keras, or draws numbers of Python"
+        reason = self._runner.peers.agreed_reason(reason)
         if reason is None:
             self._number += 1
-            self._unused += 1
+            self._made_in_call += 1
             kept = [trace.number for trace in self._traces.values()]
             answer = self._runner.trace(self._number, kept, kind, batch)
             if not answer.reason:
@@ -176,5 +176,5 @@ def _has_hook(variable: Any) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-_MOST_UNUSED = 8
+_MOST_IN_CALL = 8
 """Traces that one call makes, at most."""

@@ -11,11 +11,8 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lockstep.engines.torch.exchange.group import RankGroup
+from lockstep.engines.torch.exchange.group import BUCKET, RankGroup
 from lockstep.engines.torch.torch_compat import functional_exchanges, without_duplicates
-
-_BUCKET = 25 * 2**20
-"""Bytes that one exchange takes, at most, but for a single larger tensor."""
 
 _RUNNING: ContextVar[RankGroup] = ContextVar("lockstep_group_of_graph")
 
@@ -175,7 +172,7 @@ def _merge_sums(graph: Graph, depth: dict[Node, int]) -> None:
         if node.target is not _REDUCE or node.args[1] != "sum":
             continue
         batches = alike.setdefault((depth[node], node.meta["val"].dtype), [[]])
-        if batches[-1] and sum(map(_bytes, [*batches[-1], node])) > _BUCKET:
+        if batches[-1] and sum(map(_bytes, [*batches[-1], node])) > BUCKET:
             batches.append([])
         batches[-1].append(node)
     for batches in alike.values():

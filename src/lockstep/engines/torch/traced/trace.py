@@ -55,7 +55,6 @@ class TracedStep:
         self.updates: list[list[Any]] = []
         self._reached: list[list[bool]] = []
         self._batch = batch
-        self._rows = {len(leaf) for leaf in _tensors(batch) if leaf.ndim}
         self._outputs: tuple[Any, list[Any]] = None, []
         self._gradients = 0
         self._left: list[int] = []

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from lockstep.checkpoint.callback import Checkpoint
+from lockstep.core.fit_lines import callbacks_in
 from lockstep.core.own_code import is_own
 from lockstep.keras_compat import (
     counted_without_drawing,
@@ -63,6 +64,11 @@ def _is_known(module: str) -> bool:
 def _is_users_list(callbacks: Any) -> bool:
     known = type(callbacks) in (Callbacks, TimedCallbacks, keras.callbacks.CallbackList)
     return not known or _has_own_hooks(callbacks)
+
+
+def shows_bar(callbacks: Any) -> bool:
+    """Return whether Keras's bar is among the callbacks of a loop: its call prints lines."""
+    return any(type(each) is keras.callbacks.ProgbarLogger for each in callbacks_in(callbacks))
 
 
 def _has_own_hooks(instance: Any) -> bool:

@@ -74,7 +74,7 @@ from lockstep.keras_compat import (
     wrapped_by_keras,
 )
 from lockstep.processes.agreement import DataCheck
-from lockstep.training.callbacks import may_write_between_steps
+from lockstep.training.callbacks import may_write_between_steps, shows_bar
 from lockstep.training.input import HostIterator, drawn, iterator_of_keras
 
 
@@ -483,9 +483,10 @@ class SplitSession(TorchSession):
             self._autocast.check(kind.name, several_steps=True)
         changes = may_write_between_steps(callbacks, kind.name)
         own_data = number_of_rows(batches.data_adapter) is None
+        prints = shows_bar(callbacks)
         with (
             super().epoch(kind, batches, callbacks) as execute,
-            self._plans.epoch(kind.name, changes=changes, own_data=own_data),
+            self._plans.epoch(kind.name, changes=changes, own_data=own_data, prints=prints),
         ):
             yield execute
 

@@ -35,6 +35,7 @@ try:
     from torch._C._distributed_c10d import _unregister_process_group as forget_group
     from torch._functorch.compile_utils import fx_graph_cse as without_duplicates
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch._ops import OpOverload
     from torch.overrides import _get_current_function_mode as current_function_mode
     from torch.overrides import _get_current_function_mode_stack as function_modes
     from torch.overrides import _pop_mode_temporarily as pop_mode_temporarily
@@ -110,3 +111,39 @@ def mesh_without_group(rank: int, size: int, device: str, name: str) -> Any:
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
     group._set_group_name(name)
     return mesh, group
+
+
+def compile_to_file(module: Any, forms: list[Any], path: str) -> None:
+    """Compile a graph by inductor, and write the program to a file.
+
+    Args:
+        module: The graph.
+        forms: The shape, the strides, the type and the device of each of its inputs.
+        path: The file.
+    """
+    from torch._inductor import standalone_compile
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with mode:
+        inputs = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype, device in forms
+        ]
+    options = {"emulate_precision_casts": True}  # bfloat16 is rounded where the step rounds it
+    with torch.no_grad():
+        standalone_compile(
+            module,
+            inputs,
+            dynamic_shapes="from_example_inputs",
+            fake_mode=mode,
+            options={"config_patches": options},
+        ).save(path=path, format="binary")
+
+
+def load_compiled(path: str) -> Any:
+    """Return the program that `compile_to_file` has written."""
+    from torch._inductor import CompiledArtifact
+
+    return CompiledArtifact.load(path=path, format="binary")

@@ -224,6 +224,11 @@ class LauncherPeers(Peers):
             return TraceAnswer(greatest[0])
         return super().agreed_trace([TraceAnswer(*least), TraceAnswer(*greatest)])
 
+    def agreed_state(self, states: list[str]) -> str:
+        """Return how the compilation of a trace stands in all processes."""
+        _, (found,) = once(states)
+        return str(found)
+
     def common_state(self) -> Any:
         """Return the state of the first process, from which every process draws."""
         state = random_state()

@@ -269,6 +269,14 @@ class Peers(ABC):
             return TraceAnswer("does not exchange the same in every process")
         return first
 
+    def agreed_state(self, states: list[str]) -> str:
+        """Return how the compilation of a trace stands in all ranks.
+
+        Args:
+            states: How it stands in those that are known here; see `inductor.COMPILED`.
+        """
+        return max(states)
+
     def common_state(self) -> Any:
         """Return the state of PyTorch's random numbers from which every rank draws."""
         return random_state()

@@ -273,6 +273,16 @@ class Rank:
         self._begin_step(training)
         return self.traces.try_out(number, batch, state, self._connected())
 
+    @QuestionOnBatch
+    def compiled_trace(self, batch: Any, number: int) -> str:
+        """Return how the compilation of a traced step stands; see `TracedStep.compiled`."""
+        return self.traces.compiled(number, batch)
+
+    @Call
+    def use_compiled_trace(self, number: int, use: bool) -> None:
+        """Let a traced step run what has been compiled of it, or leave that out."""
+        self.traces.use_compiled(number, use)
+
     def _on_whole_batch(
         self, batch: Any, kind: str, training: bool, state: Any, distrusted: Any
     ) -> Any:

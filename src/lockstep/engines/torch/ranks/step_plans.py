@@ -167,7 +167,7 @@ class StepPlans:
         self._traces.begin_call()
 
     @contextmanager
-    def epoch(self, kind: str, *, changes: bool, own_data: bool) -> Iterator[None]:
+    def epoch(self, kind: str, *, changes: bool, own_data: bool, prints: bool) -> Iterator[None]:
         """Run the steps of one epoch inside the context; see `StepRunner.epoch`.
 
         The weights are compared at its end, and the last step if it runs code of the user's.
@@ -176,6 +176,7 @@ class StepPlans:
             ProcessesDisagree: If several devices compute it differently from one.
         """
         self._last_of_epochs.append(None)
+        self._traces.prints = prints
         try:
             with self._runner.epoch(changes=changes, own_data=own_data):
                 yield

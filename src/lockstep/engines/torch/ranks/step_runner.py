@@ -300,6 +300,18 @@ class StepRunner:
             self._make_equal()
             return self._traced(Rank.tried_traced_step, number, batch, draws=draws)
 
+    def compiled_trace(self, number: int, batch: Any) -> str:
+        """Return how the compilation of a traced step stands in all ranks, and begin it."""
+        with self.peers.connected():
+            self._make_equal()
+            return self.peers.agreed_state(self.peers.ask(Rank.compiled_trace, batch, number))
+
+    def use_compiled_trace(self, number: int, use: bool) -> None:
+        """Let all ranks run what has been compiled of a traced step, or leave that out."""
+        with self.peers.connected():
+            self._make_equal()
+            self.peers.call(Rank.use_compiled_trace, number, use)
+
     def _traced(
         self, step: Call[[Any, int, bool, Any], Answer], number: int, batch: Any, *, draws: bool
     ) -> Answer:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -13,6 +13,7 @@ from lockstep.engines.replicas.first_step import can_be_tried, is_checked
 from lockstep.engines.replicas.sketches import Difference
 from lockstep.engines.torch.ranks.step_runner import StepRunner
 from lockstep.engines.torch.traced.comparison import compared, keeps_state
+from lockstep.engines.torch.traced.inductor import COMPILED, COMPILING, is_wanted
 from lockstep.errors import NotTracedWarning, UnsupportedModel
 from lockstep.keras_compat import stored_value
 from lockstep.processes import process_group
@@ -26,11 +27,17 @@ class Trace:
         number: Its number in the ranks.
         draws: Whether it draws from PyTorch's own random numbers.
         is_new: Whether it has not run yet.
+        runs: How often it was asked for.
+        may_compile: Whether it may be compiled, and has not been yet.
+        is_compiling: Whether the ranks compile it.
     """
 
     number: int
     draws: bool
     is_new: bool = True
+    runs: int = 0
+    may_compile: bool = field(default_factory=is_wanted)
+    is_compiling: bool = False
 
 
 class TracedSteps:
@@ -40,9 +47,13 @@ class TracedSteps:
         model: The model.
         runner: Runs its steps on all devices.
         layout: How it is laid out.
+
+    Attributes:
+        prints: Whether the call that runs prints lines.
     """
 
     def __init__(self, model: Any, runner: StepRunner, layout: Layout) -> None:
+        self.prints = False
         self._model = model
         self._runner = runner
         self._layout = layout
@@ -93,7 +104,41 @@ class TracedSteps:
                 self.refuse(kind, f"in its {kind} step, {found} from one device")
                 return None
             self._traces[key] = trace
+        trace.runs += 1
+        if trace.may_compile and trace.runs % _RUNS == 0:
+            self._compile(kind, batch, trace)
         return trace
+
+    def _compile(self, kind: str, batch: Any, trace: Trace) -> None:
+        """Begin to compile a graph, or let steps run what has been compiled of it.
+
+        It rounds in another order: this step is compared with one device once more.
+        """
+        if trace.draws:
+            trace.may_compile = False
+            self._tell(f"{kind} steps are not compiled: they draw from PyTorch's own generator")
+            return
+        if any(each.is_compiling for each in self._traces.values() if each is not trace):
+            return
+        state = self._runner.compiled_trace(trace.number, batch)
+        trace.is_compiling = state == COMPILING
+        if trace.is_compiling:
+            return
+        trace.may_compile = False
+        self._runner.use_compiled_trace(trace.number, state == COMPILED)
+        if state == COMPILED and is_checked():
+            found = self.difference(kind, batch, trace)
+            if found is not None:
+                self._runner.use_compiled_trace(trace.number, False)
+                state = f"{found} from one device"
+        if state == COMPILED:
+            self._tell(f"{kind} steps are compiled from now on")
+        else:
+            self._tell(f"{kind} steps are not compiled: {state}")
+
+    def _tell(self, line: str) -> None:
+        if self.prints and process_group.is_first():
+            print(f"\nlockstep: {line}", flush=True)  # a bar leaves its line open
 
     def difference(self, kind: str, batch: Any, trace: Trace) -> Difference | None:
         """Return in what a traced step parts from one device, `None` if it does not."""
@@ -178,3 +223,6 @@ def _has_hook(variable: Any) -> bool:
 
 _MOST_IN_CALL = 8
 """Traces that one call makes, at most."""
+
+_RUNS = 16
+"""After as many runs a graph is compiled, and after as many again the ranks ask whether it is."""

@@ -58,6 +58,7 @@ def cleaned(module: GraphModule, rank: int, size: int) -> GraphModule:
     graph, depth = _by_depth(without_duplicates(module.graph))
     _merge_sums(graph, depth)
     _bind(graph, rank, size)
+    _keep_order_of_exchanges(graph)
     graph.eliminate_dead_code()
     graph.lint()
     return GraphModule(module, graph)
@@ -226,21 +227,34 @@ def _is_fixed(node: Node) -> bool:
 # ------------------------------------------------------------------------- exchanges of the ranks
 
 
-def _sum_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor over the ranks."""
+def _sum_of_ranks(tensor: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the sum of a tensor over the ranks.
+
+    Args:
+        tensor: The tensor of this rank.
+        before: What the exchange before it has given.
+    """
     return _RUNNING.get().sum(tensor)
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
+def _like(tensor: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _gather_ranks(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the rows of all ranks, of which each has as many."""
+def _gather_ranks(
+    tensor: torch.Tensor, size: int, before: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the rows of all ranks, of which each has as many.
+
+    Args:
+        tensor: The rows of this rank.
+        size: The number of ranks.
+        before: What the exchange before it has given.
+    """
     return _RUNNING.get().gather(tensor, (len(tensor),) * size)
 
 
-def _rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, size: int, before: torch.Tensor | None = None) -> torch.Tensor:
     return tensor.new_empty((len(tensor) * size, *tensor.shape[1:]))
 
 
@@ -272,6 +286,15 @@ def _bind(graph: Graph, rank: int, size: int) -> None:
         with graph.inserting_before(node):
             node.replace_all_uses_with(make(graph, node, rank, size))
         graph.erase_node(node)
+
+
+def _keep_order_of_exchanges(graph: Graph) -> None:
+    """Let each exchange need the one before it: a compiler keeps the order that all ranks have."""
+    before: tuple[Node, ...] = ()
+    for node in graph.nodes:
+        if node.target in (_SUM, _GATHER):
+            node.args = (*node.args, *before)
+            before = (node,)
 
 
 def _gathered(graph: Graph, tensor: Any, size: int, value: Any) -> Node:

@@ -83,6 +83,24 @@ class RankTraces:
         group.check()
         return computed
 
+    def compiled(self, number: int, batch: Any) -> str:
+        """Return how the compilation of a traced step stands; see `TracedStep.compiled`.
+
+        Args:
+            number: The number of its trace.
+            batch: A global batch of its form.
+        """
+        return self._steps[number].compiled(batch)
+
+    def use_compiled(self, number: int, use: bool) -> None:
+        """Let a traced step run what has been compiled of it, or leave that out.
+
+        Args:
+            number: The number of its trace.
+            use: Whether to run it.
+        """
+        self._steps[number].use_compiled(use)
+
     def try_out(self, number: int, batch: Any, state: Any, group: RankGroup) -> Computed:
         """Compute a step as `run`, and leave PyTorch's random numbers as they are."""
         before = random_state()

@@ -20,6 +20,7 @@ from lockstep.engines.torch.torch_compat import TorchDispatchMode, copy_each
 from lockstep.engines.torch.traced.draws import seeded
 from lockstep.engines.torch.traced.gradients import TracedTensors, Untraceable
 from lockstep.engines.torch.traced.graph import cleaned, draws, exchanges, traced
+from lockstep.engines.torch.traced.inductor import Compilation
 from lockstep.engines.torch.traced.split import Mesh, SplitOperations, own_rows
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
@@ -67,6 +68,8 @@ class TracedStep:
         self._batch = None
         self.exchanges, self.draws = exchanges(module.graph), draws(module.graph)
         self._module, self._changed = self._without_unchanged(module)
+        self._program: Callable[..., Any] = self._module
+        self._compilation: Compilation | None = None
 
     def own(self, batch: Any) -> list[Any]:
         """Return what this rank takes of the tensors of a batch."""
@@ -76,6 +79,28 @@ class TracedStep:
             for leaf in _tensors(batch)
         ]
 
+    def compiled(self, batch: Any) -> str:
+        """Begin to compile the graph if that has not begun, and return how it stands.
+
+        Args:
+            batch: A global batch of the form of the traced one.
+        """
+        if self._compilation is None:
+            ranks = 1 if self._mesh is None else self._mesh.size
+            inputs = [*map(_value, self.variables), *self.own(batch)]
+            self._compilation = Compilation(self._module, inputs, ranks)
+        return self._compilation.state()
+
+    def use_compiled(self, use: bool) -> None:
+        """Let steps run what has been compiled, or leave it out from now on."""
+        compilation = self._compilation
+        assert compilation is not None, "it was compiled"
+        self._program = self._module
+        if use:
+            assert compilation.program is not None, "it is loaded"
+            self._program = compilation.program
+        compilation.end()
+
     def run(self, batch: Any) -> "Computed":
         """Compute a step; no tensor of the model changes.
 
@@ -83,7 +108,7 @@ class TracedStep:
             batch: The global batch, of the form of the traced one.
         """
         with torch.no_grad():
-            found = self._module(*map(_value, self.variables), *self.own(batch))
+            found = self._program(*map(_value, self.variables), *self.own(batch))
         gradients, found = found[: self._gradients], found[self._gradients :]
         values, outputs = found[: len(self._changed)], found[len(self._changed) :]
         changed = [self.variables[number] for number in self._changed]

@@ -1,0 +1,194 @@
+"""Compiles the graph of a step by PyTorch's inductor, in a process beside the training.
+
+Inductor replaces functions of PyTorch while it compiles, which another thread of the training
+would see. The process reads no data and takes no device; what it has compiled is loaded here.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+import weakref
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from lockstep.engines.torch.torch_compat import OpOverload, compile_to_file, load_compiled
+from lockstep.engines.torch.traced import draws, graph  # noqa: F401 (they register operations)
+
+COMPILED, COMPILING = "", " "
+"""How a compilation stands. Any other text is why it failed. The greatest of all ranks counts."""
+
+
+def is_wanted() -> bool:
+    """Return whether graphs are compiled: `LOCKSTEP_INDUCTOR=0` leaves it out."""
+    return os.environ.get("LOCKSTEP_INDUCTOR", "1") != "0"
+
+
+class Compilation:
+    """A graph that another process compiles.
+
+    Args:
+        module: The graph. It calls operations and has constants, and no other modules.
+        inputs: Tensors like its inputs.
+        ranks: The number of ranks, which share the cores.
+
+    Attributes:
+        program: What has been compiled, to be called as the graph; `None` until it is loaded.
+    """
+
+    def __init__(self, module: GraphModule, inputs: list[Any], ranks: int) -> None:
+        self.program: Callable[..., Any] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-")
+        folder = Path(self._folder.name)
+        rows, self._constants = _packed(module)
+        forms = [
+            (tuple(each.shape), each.stride(), each.dtype, each.device)
+            for each in [*inputs, *self._constants]
+        ]
+        (folder / _GRAPH).write_bytes(pickle.dumps((rows, forms, torch.get_num_threads())))
+        with open(folder / _OUTPUT, "wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, json.dumps([sys.path, str(folder)])],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=_environment(ranks),
+                start_new_session=True,  # Ctrl-C is for the training
+            )
+        self.end = weakref.finalize(self, _end, self._process, self._folder)
+        """Ends the process, and removes its files."""
+
+    def state(self) -> str:
+        """Return how it stands: `COMPILING`, `COMPILED`, or why it failed."""
+        if self.program is not None:
+            return COMPILED
+        status = self._process.poll()
+        if status is None:
+            return COMPILING
+        folder = Path(self._folder.name)
+        reason = folder / _REASON
+        if reason.exists():
+            return reason.read_text()
+        if status:
+            return f"the process that compiled it ended with exit status {status}"
+        try:
+            program = load_compiled(str(folder / _PROGRAM))
+        except Exception as error:  # a cache that somebody has emptied
+            return _reason(error)
+        constants = self._constants
+        self.program = lambda *inputs: program(*inputs, *constants)
+        return COMPILED
+
+
+def _end(process: "subprocess.Popen[bytes]", folder: Any) -> None:
+    process.kill()
+    process.wait()
+    folder.cleanup()
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    environment = {**os.environ, "KERAS_BACKEND": "torch"}
+    environment.pop("LOCKSTEP_REHEARSE", None)
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    return environment
+
+
+# ------------------------------------------------------------------------- a graph as bytes
+
+
+class _Number(int):
+    """Stands for the node of this number in the arguments of others."""
+
+
+def _packed(module: GraphModule) -> tuple[list[Any], list[Any]]:
+    """Return the nodes of a graph, with its constants as further inputs; and the constants.
+
+    A `GraphModule` that is pickled is traced anew, which computes parts of it beforehand.
+    """
+    nodes = list(module.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    names = list(dict.fromkeys(node.target for node in nodes if node.op == "get_attr"))
+    numbers = {node: _Number(number) for number, node in enumerate(inputs)}
+    of_constant = {name: _Number(len(inputs) + number) for number, name in enumerate(names)}
+    rows: list[Any] = []
+    for node in nodes:
+        if node.op == "get_attr":
+            numbers[node] = of_constant[node.target]
+        elif node.op != "placeholder":
+            given = torch.fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
+            numbers[node] = _Number(len(inputs) + len(names) + len(rows))
+            is_operation = isinstance(node.target, OpOverload)
+            rows.append((str(node.target) if is_operation else node.target, *given))
+    return rows, [getattr(module, name) for name in names]
+
+
+def _unpacked(rows: list[Any], inputs: int) -> GraphModule:
+    """Return a graph, given what `_packed` returns.
+
+    Args:
+        rows: Its nodes, without its inputs.
+        inputs: The number of its inputs.
+    """
+    made = Graph()
+    nodes: list[Node] = [made.placeholder(f"input_{number}") for number in range(inputs)]
+
+    def read(nest: Any) -> Any:
+        if isinstance(nest, _Number):
+            return nodes[nest]
+        if isinstance(nest, slice):
+            return slice(read(nest.start), read(nest.stop), read(nest.step))
+        if isinstance(nest, list | tuple):
+            return type(nest)(map(read, nest))
+        if isinstance(nest, dict):
+            return {name: read(value) for name, value in nest.items()}
+        return nest
+
+    for target, arguments, options in rows:
+        if target == "output":
+            nodes.append(made.output(read(arguments)[0]))
+            continue
+        if isinstance(target, str):
+            target = attrgetter(target)(torch.ops)
+        nodes.append(made.call_function(target, read(arguments), read(options)))
+    return GraphModule(torch.nn.Module(), made)
+
+
+# ------------------------------------------------------------------------- the other process
+
+
+def main(folder: str) -> None:
+    """Compile the graph in a folder, and leave there the program, or why there is none."""
+    path = Path(folder)
+    try:
+        rows, forms, threads = pickle.loads((path / _GRAPH).read_bytes())
+        torch.set_num_threads(threads)
+        compile_to_file(_unpacked(rows, len(forms)), forms, str(path / _PROGRAM))
+    except Exception as error:
+        traceback.print_exc()
+        (path / _REASON).write_text(_reason(error))
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wanted = [line for line in lines if "error:" in line.lower() or "compiler" in line.lower()]
+    text = (wanted or lines or [type(error).__name__])[0].rstrip(".")
+    return text if len(text) <= _MOST else text[: _MOST - 3] + "..."
+
+
+_MOST = 160
+_GRAPH, _PROGRAM, _REASON, _OUTPUT = "graph", "program", "reason", "output"
+_START = """\
+import json, sys
+sys.path[:], folder = json.loads(sys.argv[1])
+from lockstep.engines.torch.traced.inductor import main
+main(folder)
+"""

@@ -14,7 +14,10 @@ memory is the most that a process of the team held, less what it held before tra
 without; and the calls of Keras alone.
 
 `--traced` lets `fit` run with `jit_compile=True`: its steps are traced in the round before the
-first one that counts.
+first one that counts. `--compiled` lets inductor compile them too: rounds before the first one go
+on until it has.
+
+`--alone` has one process, and Keras's own `fit` in place of the loop by hand.
 
 `--checks` measures what it costs to compare steps with one device again: a `fit` with a callback of
 the user's on batches, over the same `fit` with `LOCKSTEP_CHECK=0`, in turns. Try `--steps 1000`.
@@ -25,6 +28,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 
 from peers import spread
@@ -60,9 +64,9 @@ def rows_of(name):
     return BATCH // 8 if name == "words" else BATCH
 
 
-def lockstep_fit(name, rank, port, size, steps, traced=False):
+def lockstep_fit(name, rank, port, size, steps, traced=False, compiled=False):
     """Rounds of `fit` in rank 0, which is pinned; its workers take the other cores."""
-    os.environ["LOCKSTEP_REHEARSE"] = str(size)
+    os.environ |= {"LOCKSTEP_REHEARSE": str(size), "LOCKSTEP_INDUCTOR": str(int(compiled))}
     import lockstep
 
     model, x, y = made(name, size, steps)
@@ -82,6 +86,20 @@ def children():
     """The processes that this one has started."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(number) for number in file.read().split()]
+
+
+def is_compiling():
+    """Whether a process that one of this training has started compiles a graph."""
+    waiting = [os.getpid()]
+    while waiting:
+        process = waiting.pop()
+        with suppress(OSError):  # it has ended
+            with open(f"/proc/{process}/cmdline") as file:
+                if "traced.inductor" in file.read():
+                    return True
+            with open(f"/proc/{process}/task/{process}/children") as file:
+                waiting += file.read().split()
+    return False
 
 
 def processor_seconds():
@@ -135,14 +153,31 @@ def by_hand(name, rank, port, size, steps):
     return run
 
 
-OURS, TRACED, BY_HAND = "lockstep", "lockstep, traced", "DistributedDataParallel"
-TEAMS = {OURS: lockstep_fit, TRACED: partial(lockstep_fit, traced=True), BY_HAND: by_hand}
+def keras_alone(name, rank, port, size, steps):
+    """Rounds of Keras's own `fit`, without lockstep."""
+    pin(0)
+    model, x, y = made(name, 1, steps)
+    return lambda: model.fit(x, y, batch_size=rows_of(name), shuffle=False, verbose=0)
+
+
+OURS, TRACED, COMPILED = "lockstep", "lockstep, traced", "lockstep, compiled"
+BY_HAND, ALONE = "DistributedDataParallel", "Keras alone"
+TEAMS = {
+    OURS: lockstep_fit,
+    TRACED: partial(lockstep_fit, traced=True),
+    COMPILED: partial(lockstep_fit, traced=True, compiled=True),
+    BY_HAND: by_hand,
+    ALONE: keras_alone,
+}
 
 
 def worker(team, name, rank, port, size, steps):
     os.environ |= {"KERAS_BACKEND": "torch", "KERAS_TORCH_DEVICE": "cpu"}
     run = TEAMS[team](name, rank, port, size, steps)
     before = memory("VmRSS")
+    run()
+    while team == COMPILED and is_compiling():
+        run()
     run()
     answer("")
     for _ in sys.stdin:
@@ -154,9 +189,9 @@ def worker(team, name, rank, port, size, steps):
         answer((seconds, max(held), busy))
 
 
-def measured(name, rounds, size, steps, ours):
+def measured(name, rounds, size, steps, ours, peer):
     """Return the seconds of each round, the processor time of each rank, and the most bytes of a
-    process, by team, of which one is ours."""
+    process, by team: ours and its peer."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -166,7 +201,7 @@ def measured(name, rounds, size, steps, ours):
             Worker(__file__, "--worker", team, "--rank", rank, *same)
             for rank in range(size if team == BY_HAND else 1)
         ]
-        for team in (ours, BY_HAND)
+        for team in (ours, peer)
     }
     for workers in teams.values():
         for each in workers:
@@ -299,6 +334,8 @@ def main():
     parser.add_argument("--calls", action="store_true", help="count the calls of a step")
     parser.add_argument("--checks", action="store_true", help="cost of repeated comparisons")
     parser.add_argument("--traced", action="store_true", help="with jit_compile=True")
+    parser.add_argument("--compiled", action="store_true", help="and compiled by inductor")
+    parser.add_argument("--alone", action="store_true", help="one process, over Keras's `fit`")
     parser.add_argument("--worker")
     parser.add_argument("--model")
     parser.add_argument("--rank", type=int)
@@ -308,7 +345,7 @@ def main():
         team, name, rank, port = options.worker, options.model, options.rank, options.port
         worker(team, name, rank, port, options.processes, options.steps)
         return
-    size, steps = options.processes, options.steps
+    size, steps = 1 if options.alone else options.processes, options.steps
     if options.calls or options.checks:
         os.environ |= {"KERAS_BACKEND": "torch", "KERAS_TORCH_DEVICE": "cpu"}
         os.environ["LOCKSTEP_REHEARSE"] = str(size)
@@ -321,9 +358,9 @@ def main():
     load = os.getloadavg()[0]
     print(f"load {load:.1f}, {size} processes, {options.rounds} rounds of {steps} steps")
     for name in options.models:
-        found, busy, most = measured(
-            name, options.rounds, size, steps, TRACED if options.traced else OURS
-        )
+        ours = COMPILED if options.compiled else TRACED if options.traced else OURS
+        peer = ALONE if options.alone else BY_HAND
+        found, busy, most = measured(name, options.rounds, size, steps, ours, peer)
         each = [a / b for a, b in zip(*found.values(), strict=True)]
         median, low, high = spread(each)
         times = ", ".join(

@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("LOCKSTEP_REHEARSE", "8" if os.environ["KERAS_BACKEND"] == "jax" else "4")
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+os.environ.setdefault("LOCKSTEP_INDUCTOR", "0")  # `tests/torch/test_on_compiled_steps.py` has it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

@@ -8,6 +8,7 @@ Raises:
     UnsupportedFramework: If this PyTorch is too old, or lacks a name.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -144,6 +145,8 @@ def compile_to_file(module: Any, forms: list[Any], path: str) -> None:
 
 def load_compiled(path: str) -> Any:
     """Return the program that `compile_to_file` has written."""
-    from torch._inductor import CompiledArtifact
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an import of PyTorch's own
+        from torch._inductor import CompiledArtifact
 
-    return CompiledArtifact.load(path=path, format="binary")
+        return CompiledArtifact.load(path=path, format="binary")

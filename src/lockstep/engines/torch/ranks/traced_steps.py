@@ -114,10 +114,6 @@ class TracedSteps:
 
         It rounds in another order: this step is compared with one device once more.
         """
-        if trace.draws:
-            trace.may_compile = False
-            self._tell(f"{kind} steps are not compiled: they draw from PyTorch's own generator")
-            return
         if any(each.is_compiling for each in self._traces.values() if each is not trace):
             return
         state = self._runner.compiled_trace(trace.number, batch)

@@ -117,7 +117,7 @@ _FILLED = torch.ops.lockstep.filled.default
 
 def draws(graph: Graph) -> bool:
     """Return whether a run draws random numbers of PyTorch."""
-    return any(map(_is_draw, graph.nodes))
+    return any(map(is_draw, graph.nodes))
 
 
 # ------------------------------------------------------------------------- fewer exchanges
@@ -155,7 +155,7 @@ def _by_depth(graph: Graph) -> tuple[Graph, dict[Node, int]]:
         depth[node] = max((depth[each] for each in node.all_input_nodes), default=0)
         if node.target is _WAIT:
             depth[node] += 1
-        elif _is_draw(node):
+        elif is_draw(node):
             depth[node] = drawn = max(drawn, depth[node])
     ends = {"placeholder": -1, "output": len(depth)}
     order = sorted(graph.nodes, key=lambda node: ends.get(node.op, depth[node]))
@@ -214,14 +214,20 @@ def _merge(graph: Graph, sums: list[Node]) -> None:
         graph.erase_node(node)
 
 
-def _is_draw(node: Node) -> bool:
+def is_draw(node: Node) -> bool:
+    """Return whether a node draws from PyTorch's own random numbers."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags and not _is_fixed(node)
 
 
 def _is_fixed(node: Node) -> bool:
-    """Return whether an operation that may draw does not."""
-    return "attention" in str(node.target)
+    """Return whether an operation that may draw does not: attention without dropout."""
+    names = [each.name for each in node.target._schema.arguments]
+    if "dropout_p" not in names or "attention" not in str(node.target):
+        return False
+    place = names.index("dropout_p")
+    given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return not given
 
 
 # ------------------------------------------------------------------------- exchanges of the ranks

@@ -13,7 +13,7 @@ import tempfile
 import traceback
 import weakref
 from collections.abc import Callable
-from operator import attrgetter
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from lockstep.engines.torch.torch_compat import OpOverload, compile_to_file, load_compiled
-from lockstep.engines.torch.traced import draws, graph  # noqa: F401 (they register operations)
+from lockstep.engines.torch.traced.draws import NodeNumber, draw_in_order
+from lockstep.engines.torch.traced.graph import is_draw  # which registers the exchanges
 
 COMPILED, COMPILING = "", " "
 """How a compilation stands. Any other text is why it failed. The greatest of all ranks counts."""
@@ -56,7 +57,7 @@ class Compilation:
         (folder / _GRAPH).write_bytes(pickle.dumps((rows, forms, torch.get_num_threads())))
         with open(folder / _OUTPUT, "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps([sys.path, str(folder)])],
+                [sys.executable, "-W", "ignore", "-c", _START, json.dumps([sys.path, str(folder)])],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -105,29 +106,38 @@ def _environment(ranks: int) -> dict[str, str]:
 # ------------------------------------------------------------------------- a graph as bytes
 
 
-class _Number(int):
-    """Stands for the node of this number in the arguments of others."""
-
-
 def _packed(module: GraphModule) -> tuple[list[Any], list[Any]]:
     """Return the nodes of a graph, with its constants as further inputs; and the constants.
 
-    A `GraphModule` that is pickled is traced anew, which computes parts of it beforehand.
+    A `GraphModule` that is pickled is traced anew, which computes parts of it beforehand. Draws
+    need one another, so that a compiler keeps their order.
     """
     nodes = list(module.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     names = list(dict.fromkeys(node.target for node in nodes if node.op == "get_attr"))
-    numbers = {node: _Number(number) for number, node in enumerate(inputs)}
-    of_constant = {name: _Number(len(inputs) + number) for number, name in enumerate(names)}
+    numbers = {node: NodeNumber(number) for number, node in enumerate(inputs)}
+    of_constant = {name: NodeNumber(len(inputs) + number) for number, name in enumerate(names)}
     rows: list[Any] = []
+    drawn: NodeNumber | None = None
+
+    def add(target: Any, arguments: Any, options: Any) -> NodeNumber:
+        name = str(target) if isinstance(target, OpOverload) else target
+        rows.append((name, arguments, options))
+        return NodeNumber(len(inputs) + len(names) + len(rows) - 1)
+
     for node in nodes:
         if node.op == "get_attr":
             numbers[node] = of_constant[node.target]
         elif node.op != "placeholder":
-            given = torch.fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
-            numbers[node] = _Number(len(inputs) + len(names) + len(rows))
-            is_operation = isinstance(node.target, OpOverload)
-            rows.append((str(node.target) if is_operation else node.target, *given))
+            arguments = torch.fx.map_arg(node.args, numbers.__getitem__)
+            options = torch.fx.map_arg(node.kwargs, numbers.__getitem__)
+            if node.op == "output" or not is_draw(node):
+                numbers[node] = add(node.target, arguments, options)
+                continue
+            numbers[node] = add(*draw_in_order(node.target, arguments, options, drawn), {})
+            drawn = add(getitem, (numbers[node], 0), {})
+            if len(node.target._schema.returns) == 1:
+                numbers[node] = drawn
     return rows, [getattr(module, name) for name in names]
 
 
@@ -142,7 +152,7 @@ def _unpacked(rows: list[Any], inputs: int) -> GraphModule:
     nodes: list[Node] = [made.placeholder(f"input_{number}") for number in range(inputs)]
 
     def read(nest: Any) -> Any:
-        if isinstance(nest, _Number):
+        if isinstance(nest, NodeNumber):
             return nodes[nest]
         if isinstance(nest, slice):
             return slice(read(nest.start), read(nest.stop), read(nest.step))
@@ -178,11 +188,21 @@ def main(folder: str) -> None:
 
 
 def _reason(error: Exception) -> str:
+    """Return why a graph was not compiled, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    wanted = [line for line in lines if "error:" in line.lower() or "compiler" in line.lower()]
-    text = (wanted or lines or [type(error).__name__])[0].rstrip(".")
+    for words, reason in _REASONS.items():
+        if any(words in line for line in lines):
+            return reason
+    errors = [line for line in lines if "error:" in line]
+    text = (errors or lines or [type(error).__name__])[0].rstrip(".")
     return text if len(text) <= _MOST else text[: _MOST - 3] + "..."
 
+
+_REASONS = {
+    "No working C++ compiler": "there is no C++ compiler, such as g++",
+    "Cannot find a working triton installation": "Triton is not installed",
+}
+"""Words of inductor, and what they say."""
 
 _MOST = 160
 _GRAPH, _PROGRAM, _REASON, _OUTPUT = "graph", "program", "reason", "output"

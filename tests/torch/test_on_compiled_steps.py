@@ -1,0 +1,191 @@
+"""Traced steps that inductor compiles beside the training, and those that it does not."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import layers
+from torch.fx import symbolic_trace
+
+from lockstep.attach.attachment import session_of
+from lockstep.engines.torch.ranks import traced_steps
+from lockstep.engines.torch.traced import inductor, trace
+from lockstep.engines.torch.traced.inductor import COMPILED, Compilation
+from tests.torch.agreement import assert_equal, both
+
+X = np.random.default_rng(0).normal(size=(8, 4))
+Y = np.random.default_rng(1).normal(size=(8, 2))
+LONGEST = 400.0
+"""Seconds after which a compilation has failed."""
+
+
+@pytest.fixture(autouse=True)
+def compiles(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_INDUCTOR", "1")
+    monkeypatch.setattr(traced_steps, "_RUNS", 1)
+
+
+def network(*inside):
+    made = keras.Sequential([keras.Input((4,)), layers.Dense(5, activation="tanh"), *inside])
+    made.add(layers.Dense(2))
+    made.compile("adam", "mse", metrics=["mae"])
+    return made
+
+
+def dropping():
+    return network(layers.BatchNormalization(), layers.Dropout(0.3), layers.GaussianNoise(0.1))
+
+
+def traces(model):
+    return list(session_of(model)._plans._traces._traces.values())
+
+
+def runs_compiled(model):
+    """Whether the first rank runs what was compiled of each step."""
+    steps = session_of(model)._runner.rank.traces._steps.values()
+    return [step._program is not step._module for step in steps]
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.thorough), 2])
+def test_a_compiled_step_leaves_what_one_device_leaves(devices):
+    one, many = both(dropping, devices)
+    many.jit_compile = True
+    deadline, more, step = time.monotonic() + LONGEST, 3, 0
+    while more:
+        step += 1
+        found = []
+        for model in (one, many):
+            torch.manual_seed(step)
+            found.append(model.train_on_batch(X, Y, return_dict=True))
+        assert_equal(*found)
+        settled = traces(many) and not traces(many)[0].may_compile
+        assert settled or time.monotonic() < deadline
+        more -= bool(settled)
+        if not settled:
+            time.sleep(0.2)
+    assert runs_compiled(many) == [True]
+    assert_equal(one, many)
+
+
+class Immediate(Compilation):
+    """Stands for a compilation that has ended."""
+
+    answer = COMPILED
+
+    def __init__(self, module, inputs, ranks):
+        self.program = lambda *given: self.changed(module(*given))
+        self.end = lambda: None
+
+    def state(self):
+        return self.answer
+
+    @staticmethod
+    def changed(found):
+        return found
+
+
+def trained(monkeypatch, stands_for):
+    monkeypatch.setattr(trace, "Compilation", stands_for)
+    one, many = both(network, 1)
+    many.jit_compile = True
+    for model in (one, many):
+        model.fit(X, Y, batch_size=4, epochs=3, shuffle=False, verbose=2 * (model is many))
+    assert_equal(one, many)
+    return many
+
+
+def test_a_line_says_when_compiled_steps_begin(monkeypatch, capsys):
+    many = trained(monkeypatch, Immediate)
+    assert runs_compiled(many) == [True]
+    assert "\nlockstep: train steps are compiled from now on\n" in capsys.readouterr().out
+
+
+class Wrong(Immediate):
+    @staticmethod
+    def changed(found):
+        return [each + 0.01 if each.is_floating_point() else each for each in found]
+
+
+def test_a_program_that_computes_something_else_is_left_out(monkeypatch, capsys):
+    many = trained(monkeypatch, Wrong)
+    assert runs_compiled(many) == [False]
+    line = "lockstep: train steps are not compiled: the value of 'loss' differs by"
+    assert line in capsys.readouterr().out
+
+
+class Refused(Immediate):
+    answer = "there is no C++ compiler, such as g++"
+
+
+def test_a_line_says_why_steps_are_not_compiled(monkeypatch, capsys):
+    many = trained(monkeypatch, Refused)
+    assert runs_compiled(many) == [False]
+    line = "lockstep: train steps are not compiled: there is no C++ compiler, such as g++\n"
+    assert line in capsys.readouterr().out
+
+
+def test_the_variable_leaves_it_out(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_INDUCTOR", "0")
+    many = trained(monkeypatch, None)  # which cannot be called
+    assert runs_compiled(many) == [False]
+
+
+def test_a_graph_that_travels_draws_and_computes_the_same():
+    model, kind = dropping(), "train"
+    batch = torch.from_numpy(X).float(), torch.from_numpy(Y).float()
+    model.train_on_batch(X, Y)
+    step = trace.TracedStep(model, kind, batch, None)
+    assert step.draws
+    rows, constants = inductor._packed(step._module)
+    given = [*(variable.value.detach() for variable in step.variables), *batch]
+    other = inductor._unpacked(rows, len(given) + len(constants))
+    found = []
+    for run in (lambda: step._module(*given), lambda: other(*given, *constants)):
+        torch.manual_seed(1)
+        found.append([*run(), torch.rand(1)])
+    assert all(map(torch.equal, *found))
+    after = [row[1][-1] for row in rows if row[0] == "lockstep.in_order.default"]
+    assert after[0] is None
+    assert len(set(after)) == len(after)  # each needs another one
+
+
+def test_an_exchange_needs_the_one_before_it():
+    from lockstep.engines.torch.traced.graph import _SUM, _keep_order_of_exchanges
+
+    module = symbolic_trace(lambda one, other: (_SUM(one), _SUM(other)))
+    _keep_order_of_exchanges(module.graph)
+    first, second = (node for node in module.graph.nodes if node.target is _SUM)
+    assert (first.args[1:], second.args[1:]) == ((), (first,))
+
+
+def test_a_process_that_dies_is_a_reason(monkeypatch):
+    monkeypatch.setattr(inductor, "_START", "raise SystemExit(3)")
+    module = symbolic_trace(lambda each: (torch.ops.aten.neg.default(each),))
+    compilation = Compilation(module, [torch.ones(2)], 1)
+    compilation._process.wait()
+    assert "exit status 3" in compilation.state()
+    compilation.end()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("InvalidCxxCompiler: No working C++ compiler found in x", "there is no C++ compiler"),
+        ("Cannot find a working triton installation. See y", "Triton is not installed"),
+        ("first\nx.h:1: fatal error: Python.h: No such file\nlast", "x.h:1: fatal error"),
+        ("", "ValueError"),
+    ],
+)
+def test_the_other_process_leaves_its_reason(monkeypatch, tmp_path, error, reason):
+    def fail(*arguments):
+        raise ValueError(error)
+
+    monkeypatch.setattr(inductor, "compile_to_file", fail)
+    module = symbolic_trace(lambda each: (torch.ops.aten.neg.default(each),))
+    rows, _ = inductor._packed(module)
+    form = (2,), (1,), torch.float32, torch.device("cpu")
+    (tmp_path / "graph").write_bytes(inductor.pickle.dumps((rows, [form], 1)))
+    inductor.main(str(tmp_path))
+    assert (tmp_path / "reason").read_text().startswith(reason)

@@ -225,13 +225,14 @@ def measured(name, rounds, size, steps, ours, peer):
     return found, busy, most
 
 
-def calls_of_a_step(name, size, own):
+def calls_of_a_step(name, size, own, traced=False):
     """Return the calls of Python between the begins of two steady steps, and lockstep's files.
 
     Args:
         name: The model.
         size: The number of processes, 0 for Keras alone.
         own: Whether a callback of the user's sees each batch.
+        traced: Whether the step is traced; the calls of its graph do not count.
     """
     import keras
 
@@ -247,6 +248,7 @@ def calls_of_a_step(name, size, own):
     callbacks = [Own()] if own else []
     if size:
         lockstep.distribute(model, size)
+        model.jit_compile = traced
     model.fit(x, y, callbacks=callbacks, **options)  # which starts the workers
     function, begun, calls, files = model.train_function, [], [], set()
 
@@ -272,10 +274,10 @@ def calls_of_a_step(name, size, own):
     return len(calls), len(files)
 
 
-def print_calls(name, size):
+def print_calls(name, size, traced):
     keras_alone, _ = calls_of_a_step(name, 0, False)
-    without, files = calls_of_a_step(name, size, False)
-    own, more = calls_of_a_step(name, size, True)
+    without, files = calls_of_a_step(name, size, False, traced)
+    own, more = calls_of_a_step(name, size, True, traced)
     print(
         f"{name}: {without:,} calls in {files} files; with a callback on batches {own:,} in {more};"
         f" Keras alone {keras_alone:,}",
@@ -351,7 +353,7 @@ def main():
         os.environ["LOCKSTEP_REHEARSE"] = str(size)
         for name in options.models:
             if options.calls:
-                print_calls(name, size)
+                print_calls(name, size, options.traced)
             else:
                 print_checks(name, size, steps, options.rounds)
         return

@@ -17,6 +17,7 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.attach.attachment import session_of
+from lockstep.engines.torch.traced import gradients
 from lockstep.engines.torch.traced.trace import TracedStep
 from lockstep.errors import NotTracedWarning
 from tests.torch.agreement import assert_equal, both
@@ -88,6 +89,13 @@ def test_a_value_that_python_reads_keeps_a_step_from_being_traced(how):
     many, reasons = fitted(lambda: network(Reads(how)), 1)
     (reason,) = reasons
     assert "test_on_traced_steps.py" in reason  # the line of the user's
+    assert traces(many) == 0
+
+
+def test_a_trace_that_takes_too_long_is_given_up(monkeypatch):
+    monkeypatch.setattr(gradients, "LONGEST", -1.0)
+    many, (reason,) = fitted(network, 1)
+    assert "takes more than" in reason
     assert traces(many) == 0
 
 

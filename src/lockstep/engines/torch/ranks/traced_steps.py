@@ -12,6 +12,7 @@ from lockstep.core.layout import Layout
 from lockstep.engines.replicas.first_step import can_be_tried, is_checked
 from lockstep.engines.replicas.sketches import Difference
 from lockstep.engines.torch.ranks.step_runner import StepRunner
+from lockstep.engines.torch.steps.split_checks import is_flat
 from lockstep.engines.torch.traced.comparison import compared, keeps_state
 from lockstep.engines.torch.traced.inductor import COMPILED, COMPILING, is_wanted
 from lockstep.errors import NotTracedWarning, UnsupportedModel
@@ -201,14 +202,15 @@ class TracedSteps:
         return before != self._bytes or self._bytes is None
 
     def _form(self, kind: str, batch: Any) -> Any:
-        leaves = keras.tree.flatten(batch)
+        flat = is_flat(batch)
+        leaves = batch if flat else keras.tree.flatten(batch)
         forms = tuple(
             (leaf.dtype, tuple(leaf.shape), leaf.stride())
             if isinstance(leaf, torch.Tensor)
             else type(leaf)
             for leaf in leaves
         )
-        structure = str(keras.tree.map_structure(lambda leaf: 0, batch))
+        structure = len(batch) if flat else str(keras.tree.map_structure(lambda leaf: 0, batch))
         return kind, structure, forms, self._model.training
 
 

@@ -117,7 +117,7 @@ def rows_of(x: Any) -> tuple[str | None, int]:
 
 def unpacked(batch: Any) -> tuple[Any, Any, Any]:
     """Return inputs, targets and sample weights as tensors, as Keras converts them first."""
-    if _is_flat(batch) and len(batch) <= 3:  # walking a nest takes longer than the conversion
+    if is_flat(batch) and len(batch) <= 3:  # walking a nest takes longer than the conversion
         tensors = [None if leaf is None else keras.ops.convert_to_tensor(leaf) for leaf in batch]
         x, y, sample_weight = [*tensors, None, None][:3]
         return x, y, sample_weight
@@ -130,9 +130,9 @@ def unpacked(batch: Any) -> tuple[Any, Any, Any]:
 
 def form_of_rows(batch: Any) -> Any:
     """Return the structure of a batch, the types and shapes of its rows, and if these differ."""
-    is_flat = _is_flat(batch)
-    leaves = batch if is_flat else keras.tree.flatten(batch)
-    structure = len(batch) if is_flat else str(keras.tree.map_structure(lambda leaf: 0, batch))
+    flat = is_flat(batch)
+    leaves = batch if flat else keras.tree.flatten(batch)
+    structure = len(batch) if flat else str(keras.tree.map_structure(lambda leaf: 0, batch))
     rows = {len(leaf) for leaf in leaves if getattr(leaf, "ndim", 0)}
     forms = tuple(
         (leaf.dtype, leaf.ndim, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else type(leaf)
@@ -141,7 +141,7 @@ def form_of_rows(batch: Any) -> Any:
     return structure, forms, (len(rows) == 1 and 0 not in rows) or tuple(sorted(rows))
 
 
-def _is_flat(batch: Any) -> bool:
+def is_flat(batch: Any) -> bool:
     """Return whether a batch is a tuple of tensors, or `None`."""
     return type(batch) is tuple and all(
         leaf is None or isinstance(leaf, torch.Tensor) for leaf in batch

@@ -1,5 +1,6 @@
 """What code of a step sees in a trace in place of the model's own tensors."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.engines.torch.torch_compat import add_each_in_place, multiply_each
 from lockstep.engines.torch.traced.draws import SeededGenerator, draw_in_graph
+
+LONGEST = 60.0
+"""Seconds that the functions of a step may take in a trace."""
 
 
 class Untraceable(Exception):
@@ -39,10 +43,13 @@ class TracedTensors(TorchFunctionMode):  # type: ignore[misc]
         self._trained = trained
         self._summed = summed
         self._whole = whole
+        self._deadline = time.monotonic() + LONGEST
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
+        if time.monotonic() > self._deadline:
+            raise Untraceable(f"a trace of it takes more than {LONGEST:.0f} s")
         arguments, options = self._replaced(arguments), self._replaced(options or {})
         if function in _READS and type(arguments[0]) in (torch.Tensor, torch.nn.Parameter):
             raise Untraceable("Python reads a tensor that is no variable of Keras")

@@ -16,6 +16,7 @@ from lockstep.core.patched import patched
 from lockstep.core.state import optimizers_of, unique, variables_of
 from lockstep.engines.replicas.first_step import unchanged_objects
 from lockstep.engines.torch.first_step.first_step import stock_step
+from lockstep.engines.torch.steps.split_checks import is_flat
 from lockstep.engines.torch.torch_compat import TorchDispatchMode, copy_each
 from lockstep.engines.torch.traced.draws import seeded
 from lockstep.engines.torch.traced.gradients import TracedTensors, Untraceable
@@ -127,9 +128,16 @@ class TracedStep:
     def _result(self, outputs: Iterator[Any]) -> Any:
         structure, leaves = self._outputs
         filled = [next(outputs) if leaf is _TENSOR else leaf for leaf in leaves]
-        packed = keras.tree.pack_sequence_as(structure, filled)
+        if structure == 0:
+            return filled[0]
+        if type(structure) is not dict:
+            return keras.tree.pack_sequence_as(structure, filled)
         # Flattening sorts the keys of a dict, and bars show logs in their order.
-        return {name: packed[name] for name in structure} if type(packed) is dict else packed
+        if all(part == 0 for part in structure.values()):
+            packed = dict(zip(sorted(structure), filled, strict=True))
+        else:
+            packed = keras.tree.pack_sequence_as(structure, filled)
+        return {name: packed[name] for name in structure}
 
     def _step(self, *inputs: Any) -> tuple[Any, ...]:
         """Run the step on tensors that stand for those of the model and the batch."""
@@ -354,7 +362,8 @@ def variables_in(model: Any) -> list[Any]:
 
 
 def _tensors(batch: Any) -> list[Any]:
-    return [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    leaves = batch if is_flat(batch) else keras.tree.flatten(batch)
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 def _value(variable: Any) -> Any:

@@ -41,6 +41,8 @@ class Row:
         given: What `distribute` gets.
         backend: The backend of Keras.
         on_the_wall: Whether it is the clock on the wall that counts.
+        steps: The number of the step whose end counts.
+        traced: Whether lockstep traces steps, on PyTorch.
     """
 
     words: str
@@ -48,6 +50,8 @@ class Row:
     given: dict[str, int] = field(default_factory=dict)
     backend: str = "jax"
     on_the_wall: bool = False
+    steps: int = 1
+    traced: bool = False
 
 
 BATCH = 32
@@ -62,6 +66,14 @@ ROWS = {
     "resnet": Row("ResNet-50, JAX, four devices", "resnet_of_small_pictures", {"devices": 4}),
     "two": Row(
         "CNN, PyTorch, two processes", "cnn", {"devices": 2}, backend="torch", on_the_wall=True
+    ),
+    "traced": Row(
+        "CNN, PyTorch, one device, first traced step",
+        "cnn",
+        {"devices": 1},
+        backend="torch",
+        steps=2,
+        traced=True,
     ),
 }
 
@@ -82,11 +94,13 @@ def first_step(row: Row, *, distributed: bool) -> None:
     model = compiled(getattr(models, row.model))
     if distributed:
         lockstep.distribute(model, **row.given)
+        model.jit_compile = row.traced or model.jit_compile
     numbers, shape = np.random.default_rng(0), model.input_shape[1:]
-    x = numbers.normal(size=(BATCH, *shape)).astype("float32")
+    rows = BATCH * row.steps
+    x = numbers.normal(size=(rows, *shape)).astype("float32")
     if "int" in model.inputs[0].dtype:
-        x = numbers.integers(0, 512, (BATCH, *shape))
-    y = numbers.integers(0, 10, BATCH)
+        x = numbers.integers(0, 512, (rows, *shape))
+    y = numbers.integers(0, 10, rows)
 
     def note(batch: int, logs: dict[str, Any]) -> None:
         float(logs["loss"])  # waits for the step

@@ -111,6 +111,9 @@ def _commands_of(backend: str, cards: int, small: bool) -> Iterator[tuple[str, C
                 words = [*lockstep, "run", "--processes", str(count), ZOO, *models, *options]
             title = f"{count} {'ranks on one GPU' if shares else 'GPUs'}, {state}"
             yield "numbers", Command(named(title), words, {**quick, **shares})
+    if backend == "torch":
+        words = [*zoo, "--devices", "1", "--traced"]
+        yield "numbers", Command(named("traced steps on one GPU"), words, quick)
     if backend != "tensorflow":
         parts = [*zoo, "--devices", "1", "--micro-batch-size", "2"]
         yield "numbers", Command(named("micro-batches on one GPU"), parts, quick)
@@ -121,6 +124,9 @@ def _commands_of(backend: str, cards: int, small: bool) -> Iterator[tuple[str, C
         for model in timed:
             words = [python, str(HERE / "one_accelerator.py"), "--models", model, *rounds]
             yield "speed", Command(named(f"{model}, beside Keras"), words, own, alone=True)
+            if backend == "torch":
+                title = named(f"{model}, traced, beside Keras")
+                yield "speed", Command(title, [*words, "--traced"], own, alone=True)
     if backend == "jax":
         words = [python, str(HERE / "steps_at_once.py"), "--rounds", "3"]
         yield "speed", Command(named("one by one and 20 at once"), words, own, alone=True)

@@ -7,6 +7,7 @@ ResNet-50 and a transformer of BERT-base's size, each library in a process of it
 first device, taking turns round after round. The clock on the wall is what counts here, from
 the call to its return; memory is the most that the backend had in use on the device.
 `--policy mixed_bfloat16` computes as large models are trained.
+`--traced` lets steps of lockstep on PyTorch be traced, and compiled before they are measured.
 `--models mlp --steps 50` tries the command where there is no accelerator.
 """
 
@@ -18,14 +19,14 @@ import time
 from typing import Any
 
 from peers import ratio, spread, versions
-from workers import Worker, answer
+from workers import Worker, answer, is_compiling
 
 ROWS = {"resnet": 32, "bert": 32, "mlp": 32}
 SIDES = ("keras", "lockstep")
 CALLS = ("fit", "predict")
 
 
-def worker(side: str, name: str, steps: int, policy: str) -> None:
+def worker(side: str, name: str, steps: int, policy: str, *, traced: bool) -> None:
     """One process: seconds of the call whose name comes in, and the device's memory."""
     import keras
     import models
@@ -40,6 +41,7 @@ def worker(side: str, name: str, steps: int, policy: str) -> None:
     model.compile(keras.optimizers.Adam(1e-4), loss, metrics=["accuracy"])
     if side == "lockstep":
         lockstep.distribute(model, devices=1)
+        model.jit_compile = traced or model.jit_compile
     rng = np.random.default_rng(0)
     rows, (width, *_) = ROWS[name] * steps, model.output_shape[1:]
     shape = model.input_shape[1:]
@@ -58,6 +60,9 @@ def worker(side: str, name: str, steps: int, policy: str) -> None:
         begun = time.perf_counter()
         run()
         first[call] = time.perf_counter() - begun
+        while is_compiling():
+            run()
+        run()
         device, memory[call] = first_device()
     answer({"device": device, "memory": memory, "first": first})
     with contextlib.suppress(EOFError):
@@ -82,12 +87,13 @@ def first_device() -> tuple[str, int | None]:
     return device.device_kind, (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def measure(name: str, rounds: int, steps: int, policy: str) -> dict[str, Any]:
+def measure(name: str, rounds: int, steps: int, policy: str, *, traced: bool) -> dict[str, Any]:
     """Milliseconds per step of each call and side, lockstep's over Keras's, and memory."""
     before = os.getloadavg()[0]
     workers = {}
     for side in SIDES:
-        arguments = ("--worker", side, "--models", name, "--steps", steps, "--policy", policy)
+        arguments = ["--worker", side, "--models", name, "--steps", steps, "--policy", policy]
+        arguments += ["--traced"] * traced
         # Two processes share the device: neither takes more of its memory than it needs.
         workers[side] = Worker(__file__, *arguments, XLA_PYTHON_CLIENT_PREALLOCATE="false")
         workers[side].wait()
@@ -104,6 +110,7 @@ def measure(name: str, rounds: int, steps: int, policy: str) -> dict[str, Any]:
         "model": name,
         "device": workers["keras"].said["device"],
         "policy": policy,
+        "traced": traced,
         "rows per step": ROWS[name],
         "steps per round": steps,
         "rounds": rounds,
@@ -126,14 +133,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=30, help="steps per round")
     parser.add_argument("--policy", default="float32", help="Keras's dtype policy")
+    parser.add_argument("--traced", action="store_true", help="on PyTorch, jit_compile=True")
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(arguments.worker, arguments.models[0], arguments.steps, arguments.policy)
+        name, steps, policy = arguments.models[0], arguments.steps, arguments.policy
+        worker(arguments.worker, name, steps, policy, traced=arguments.traced)
         return
     os.environ.setdefault("KERAS_BACKEND", "jax")
     options = arguments.rounds, arguments.steps, arguments.policy
-    results = [measure(name, *options) for name in arguments.models]
+    results = [measure(name, *options, traced=arguments.traced) for name in arguments.models]
     print(json.dumps({"results": results, "versions": versions()}, indent=1))
 
 

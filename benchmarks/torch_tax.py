@@ -28,12 +28,11 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 
 from peers import spread
 from rows import BATCH
-from workers import Worker, answer, pin
+from workers import Worker, answer, is_compiling, pin
 
 NAMES = ("cnn", "transformer", "words", "pictures")
 
@@ -86,20 +85,6 @@ def children():
     """The processes that this one has started."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(number) for number in file.read().split()]
-
-
-def is_compiling():
-    """Whether a process that one of this training has started compiles a graph."""
-    waiting = [os.getpid()]
-    while waiting:
-        process = waiting.pop()
-        with suppress(OSError):  # it has ended
-            with open(f"/proc/{process}/cmdline") as file:
-                if "traced.inductor" in file.read():
-                    return True
-            with open(f"/proc/{process}/task/{process}/children") as file:
-                waiting += file.read().split()
-    return False
 
 
 def processor_seconds():

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 THREADS = {
@@ -12,6 +13,20 @@ THREADS = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TQDM_DISABLE": "1",
 }
+
+
+def is_compiling() -> bool:
+    """Return whether this process, or one that it has started, waits for PyTorch's inductor."""
+    waiting = [os.getpid()]
+    while waiting:
+        process = waiting.pop()
+        with suppress(OSError):  # it has ended
+            with open(f"/proc/{process}/cmdline") as file:
+                if "traced.inductor" in file.read():
+                    return True
+            with open(f"/proc/{process}/task/{process}/children") as file:
+                waiting += map(int, file.read().split())
+    return False
 
 
 class Worker:

@@ -51,14 +51,15 @@ LOOKS_ACROSS_ROWS = ("cnn", "bias_before_norm", "subclassed")
 """Models with batch normalization, which has no micro-batches."""
 
 
-def check_numbers(names, devices, **options):
-    """Models of the zoo: `fit`, `evaluate`, `predict`, weights."""
+def check_numbers(names, devices, traced=False, **options):
+    """Models of the zoo: `fit`, `evaluate`, `predict`, weights; on PyTorch also by traced steps."""
     for name in names:
         case = ZOO[name]
         x, y = case.data(ROWS, np.random.default_rng(1))
         optimizer = case.optimizers[-1]
         stock = left_by(built(case, optimizer), x, y)
         model = lockstep.distribute(built(case, optimizer), devices, **options)
+        model.jit_compile = traced or model.jit_compile
         found = difference(stock, left_by(model, x, y))
         print(f"{name:28} {optimizer:6} {found:.1e}", flush=True)
         assert found <= BOUND, (name, optimizer, found)
@@ -91,6 +92,7 @@ if __name__ == "__main__":
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--state", default="replicated")
     parser.add_argument("--micro-batch-size", type=int)
+    parser.add_argument("--traced", action="store_true", help="on PyTorch, jit_compile=True")
     given = parser.parse_args()
     compute_in_float64()
     is_launched = lockstep.initialize()[1] > 1
@@ -99,6 +101,6 @@ if __name__ == "__main__":
     if given.micro_batch_size:
         options = {"micro_batch_size": given.micro_batch_size}
         given.models = [each for each in given.models if each not in LOOKS_ACROSS_ROWS]
-    check_numbers(given.models, several, **options)
+    check_numbers(given.models, several, traced=given.traced, **options)
     if not is_launched and not given.micro_batch_size:  # processes would have a folder each
         check_files(several)

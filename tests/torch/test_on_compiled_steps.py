@@ -126,6 +126,18 @@ def test_a_line_says_why_steps_are_not_compiled(monkeypatch, capsys):
     assert line in capsys.readouterr().out
 
 
+class Impossible(Compilation):
+    def __init__(self, module, inputs, ranks):
+        raise OSError("No space left on device")
+
+
+def test_a_compilation_that_cannot_begin_is_a_reason(monkeypatch, capsys):
+    many = trained(monkeypatch, Impossible)
+    assert runs_compiled(many) == [False]
+    line = "lockstep: train steps are not compiled: No space left on device\n"
+    assert line in capsys.readouterr().out
+
+
 def test_the_variable_leaves_it_out(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_INDUCTOR", "0")
     many = trained(monkeypatch, None)  # which cannot be called
@@ -186,6 +198,6 @@ def test_the_other_process_leaves_its_reason(monkeypatch, tmp_path, error, reaso
     module = symbolic_trace(lambda each: (torch.ops.aten.neg.default(each),))
     rows, _ = inductor._packed(module)
     form = (2,), (1,), torch.float32, torch.device("cpu")
-    (tmp_path / "graph").write_bytes(inductor.pickle.dumps((rows, [form], 1)))
+    (tmp_path / "graph").write_bytes(inductor.pickle.dumps((rows, [form], (1, False))))
     inductor.main(str(tmp_path))
     assert (tmp_path / "reason").read_text().startswith(reason)

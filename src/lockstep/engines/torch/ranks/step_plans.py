@@ -176,7 +176,7 @@ class StepPlans:
             ProcessesDisagree: If several devices compute it differently from one.
         """
         self._last_of_epochs.append(None)
-        self._traces.prints = prints
+        printed, self._traces.prints = self._traces.prints, prints
         try:
             with self._runner.epoch(changes=changes, own_data=own_data):
                 yield
@@ -187,6 +187,7 @@ class StepPlans:
                     self._compare_again(kind, *last, after=True)
         finally:
             self._last_of_epochs.pop()
+            self._traces.prints = printed
 
     def forget(self, kind: str) -> None:
         """Find the routes of this kind of step again: the model may be compiled differently."""

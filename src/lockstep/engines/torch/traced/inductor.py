@@ -54,7 +54,8 @@ class Compilation:
             (tuple(each.shape), each.stride(), each.dtype, each.device)
             for each in [*inputs, *self._constants]
         ]
-        (folder / _GRAPH).write_bytes(pickle.dumps((rows, forms, torch.get_num_threads())))
+        settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        (folder / _GRAPH).write_bytes(pickle.dumps((rows, forms, settings)))
         with open(folder / _OUTPUT, "wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-c", _START, json.dumps([sys.path, str(folder)])],
@@ -83,7 +84,7 @@ class Compilation:
         try:
             program = load_compiled(str(folder / _PROGRAM))
         except Exception as error:  # a cache that somebody has emptied
-            return _reason(error)
+            return reason_of(error)
         constants = self._constants
         self.program = lambda *inputs: program(*inputs, *constants)
         return COMPILED
@@ -179,15 +180,16 @@ def main(folder: str) -> None:
     """Compile the graph in a folder, and leave there the program, or why there is none."""
     path = Path(folder)
     try:
-        rows, forms, threads = pickle.loads((path / _GRAPH).read_bytes())
-        torch.set_num_threads(threads)
+        rows, forms, settings = pickle.loads((path / _GRAPH).read_bytes())
+        torch.set_num_threads(settings[0])
+        torch.use_deterministic_algorithms(settings[1])
         compile_to_file(_unpacked(rows, len(forms)), forms, str(path / _PROGRAM))
     except Exception as error:
         traceback.print_exc()
-        (path / _REASON).write_text(_reason(error))
+        (path / _REASON).write_text(reason_of(error))
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return why a graph was not compiled, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for words, reason in _REASONS.items():

@@ -21,7 +21,7 @@ from lockstep.engines.torch.torch_compat import TorchDispatchMode, copy_each
 from lockstep.engines.torch.traced.draws import seeded
 from lockstep.engines.torch.traced.gradients import TracedTensors, Untraceable
 from lockstep.engines.torch.traced.graph import cleaned, draws, exchanges, traced
-from lockstep.engines.torch.traced.inductor import Compilation
+from lockstep.engines.torch.traced.inductor import Compilation, reason_of
 from lockstep.engines.torch.traced.split import Mesh, SplitOperations, own_rows
 from lockstep.keras_compat import (
     GLOBAL_SEED_GENERATOR,
@@ -89,18 +89,21 @@ class TracedStep:
         if self._compilation is None:
             ranks = 1 if self._mesh is None else self._mesh.size
             inputs = [*map(_value, self.variables), *self.own(batch)]
-            self._compilation = Compilation(self._module, inputs, ranks)
+            try:
+                self._compilation = Compilation(self._module, inputs, ranks)
+            except Exception as error:  # such as a full disk, or no memory for a process
+                return reason_of(error)
         return self._compilation.state()
 
     def use_compiled(self, use: bool) -> None:
         """Let steps run what has been compiled, or leave it out from now on."""
-        compilation = self._compilation
-        assert compilation is not None, "it was compiled"
         self._program = self._module
+        if self._compilation is None:  # it could not begin
+            return
         if use:
-            assert compilation.program is not None, "it is loaded"
-            self._program = compilation.program
-        compilation.end()
+            assert self._compilation.program is not None, "it is loaded"
+            self._program = self._compilation.program
+        self._compilation.end()
 
     def run(self, batch: Any) -> "Computed":
         """Compute a step; no tensor of the model changes.

@@ -14,9 +14,9 @@ from lockstep.core.fit_lines import callbacks_in
 from lockstep.core.state import variables_of
 from lockstep.errors import ProcessesDisagree, UnsupportedModel, counted
 from lockstep.processes.call_scope import CALLS
-from lockstep.processes.constants import constants_of
 from lockstep.processes.coordination import digest, once
 from lockstep.processes.group import current
+from lockstep.processes.normalization_constants import constants_of
 
 
 def several() -> bool:

@@ -21,9 +21,9 @@ from lockstep.engines.torch.traced.rank_traces import TraceAnswer
 from lockstep.errors import ProcessesDisagree, UnsupportedModel
 from lockstep.keras_compat import stored_value
 from lockstep.processes.agreement import DataCheck
-from lockstep.processes.constants import constants_of
 from lockstep.processes.coordination import digest, lost_connection_error, once
 from lockstep.processes.first_process_io import methods_of_all_processes
+from lockstep.processes.normalization_constants import constants_of
 from lockstep.processes.process_group import check_alike, share_variables
 from lockstep.processes.reads_of_all import ReadsOfFirst, agree_on_variable
 from lockstep.processes.variable_drift import VariableDrift

@@ -182,7 +182,7 @@ class TensorFlowSession(Session):
                 with assertions_in_words():
                     outputs = [step(batch) for batch in batches]
             except ReplicasDiffer as found:
-                self.steps.give_up("predict", str(found))
+                self.steps.run_alone_as_replicas_differ("predict", str(found))
                 step = self._predict_function()
                 outputs = [step(batch) for batch in batches]
             if len(outputs) == 1:
@@ -236,7 +236,7 @@ class TensorFlowSession(Session):
                     outputs = function(iterator if batches is None else iter(batches))
             except ReplicasDiffer as found:  # raised by the trace, before anything runs
                 self._before_trace.put_back()  # what the code has counted while it was traced
-                self.steps.give_up(name, str(found))
+                self.steps.run_alone_as_replicas_differ(name, str(found))
                 function = self._function(name, step)
                 outputs = function(iterator if batches is None else iter(batches))
             STATUS_OF_PROCESS.stepped()

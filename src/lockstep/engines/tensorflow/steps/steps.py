@@ -90,15 +90,15 @@ class Steps:
         """Run this step on the first device alone from now on; `reason` goes into a warning."""
         self._not_alike[f"{step}_step"] = reason
 
-    def give_up(self, step: str, found: str) -> None:
-        """Run a step alone in which the replicas would not do the same, as was found."""
+    def run_alone_as_replicas_differ(self, step: str, found: str) -> None:
+        """Run this step alone, as the replicas would not do the same; `found` says where."""
         # keras/src/utils/traceback_utils.py, inject_argument_info_in_traceback, wraps an
         # error message from a layer's call in bold, once for each enclosing layer.
         found = found.split("\x1b[1m")[-1].split("\x1b[0m")[0]
         self.run_alone(step, f"{PARTED}: {found}")
 
     def try_again(self, step: str) -> None:
-        """Undo `give_up`: the model may be compiled differently by now."""
+        """Undo `run_alone_as_replicas_differ`: the model may be compiled differently by now."""
         self._not_alike.pop(f"{step}_step", None)
 
     def makes_variables(self, step: str) -> bool:

@@ -14,7 +14,7 @@ from numpy.random import random_sample
 
 import lockstep
 from lockstep.engines.torch.ranks import pool
-from lockstep.engines.torch.same_code.generators import set_state, state_of
+from lockstep.engines.torch.same_model.generators import set_state, state_of
 from lockstep.engines.torch.steps.replica import RandomStreams
 from lockstep.errors import ProcessesDisagree
 from tests.tiers import further

@@ -18,7 +18,7 @@ from lockstep.engines.torch.ranks.launcher_peers import LauncherPeers
 from lockstep.engines.torch.ranks.peers import NoPeers, Peers
 from lockstep.engines.torch.ranks.pool_peers import PoolPeers
 from lockstep.engines.torch.ranks.rank import Marked, Rank
-from lockstep.engines.torch.same_code.model_pickle import dump
+from lockstep.engines.torch.same_model.model_pickle import dump
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.tiers import every, further
 from tests.torch import script_settings

@@ -9,8 +9,8 @@ import keras
 from lockstep.engines.replicas.first_step import states_of
 from lockstep.engines.replicas.object_states import held_in_words
 from lockstep.engines.rowwise import refused
-from lockstep.engines.torch.same_code.model_copy import copy_of
-from lockstep.engines.torch.same_code.model_pickle import Dumped, dump
+from lockstep.engines.torch.same_model.model_copy import copy_of
+from lockstep.engines.torch.same_model.model_pickle import Dumped, dump
 from lockstep.engines.torch.steps.layers import Plan, ReasonsByNumber
 from lockstep.engines.torch.steps.scratch import Scratch
 from lockstep.errors import UnsupportedModel

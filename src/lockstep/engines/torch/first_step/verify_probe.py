@@ -9,7 +9,7 @@ import torch
 
 from lockstep.attach.attachment import attachment_of
 from lockstep.core.state import restore, snapshot, variables_of
-from lockstep.engines.torch.same_code.settings import full_precision
+from lockstep.engines.torch.same_model.settings import full_precision
 from lockstep.engines.torch.steps.replica import random_state, set_random_state
 from lockstep.engines.torch.steps.split_checks import why_custom
 from lockstep.engines.torch.steps.steps import recorded

@@ -13,8 +13,8 @@ from lockstep.engines.torch.exchange.group import PeerLost
 from lockstep.engines.torch.ranks.launcher_group import TorchGroup, devices_of_all
 from lockstep.engines.torch.ranks.peers import Peers, dropped_part
 from lockstep.engines.torch.ranks.rank import Rank
-from lockstep.engines.torch.same_code.model_pickle import Dumped
-from lockstep.engines.torch.same_code.settings import checksum
+from lockstep.engines.torch.same_model.model_pickle import Dumped
+from lockstep.engines.torch.same_model.settings import checksum
 from lockstep.engines.torch.sharded.sharded_variables import is_sharded
 from lockstep.engines.torch.steps.replica import random_state
 from lockstep.engines.torch.traced.rank_traces import TraceAnswer

@@ -24,7 +24,7 @@ from lockstep.engines.torch.ranks.rank import (
     Rank,
     RankPlan,
 )
-from lockstep.engines.torch.same_code.model_pickle import Dumped
+from lockstep.engines.torch.same_model.model_pickle import Dumped
 from lockstep.engines.torch.sharded.sharded_variables import Shards, shards_in
 from lockstep.engines.torch.steps.replica import random_state
 from lockstep.engines.torch.traced.rank_traces import TraceAnswer

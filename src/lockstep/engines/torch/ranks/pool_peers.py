@@ -16,10 +16,10 @@ from lockstep.engines.torch.exchange.placement import check_placement, version_o
 from lockstep.engines.torch.ranks.peers import Peers, check_parts, dropped_part, uninterrupted
 from lockstep.engines.torch.ranks.pool import Lease, Pool
 from lockstep.engines.torch.ranks.rank import Marked, Rank, RankPlan
-from lockstep.engines.torch.same_code.code_state import CodeReads
-from lockstep.engines.torch.same_code.generators import state_of
-from lockstep.engines.torch.same_code.model_pickle import Dumped
-from lockstep.engines.torch.same_code.settings import checksum, current_settings
+from lockstep.engines.torch.same_model.code_state import CodeReads
+from lockstep.engines.torch.same_model.generators import state_of
+from lockstep.engines.torch.same_model.model_pickle import Dumped
+from lockstep.engines.torch.same_model.settings import checksum, current_settings
 from lockstep.engines.torch.steps.layers import parts_of
 from lockstep.errors import ProcessesDisagree, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import (

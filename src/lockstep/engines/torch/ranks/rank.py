@@ -13,8 +13,8 @@ from lockstep.engines.replicas.sketches import Sketches
 from lockstep.engines.torch.exchange.group import PeerLost, RankGroup
 from lockstep.engines.torch.exchange.placement import Undo, copies_on
 from lockstep.engines.torch.first_step.first_step import recorded_step, sketched, unchanged_tensors
-from lockstep.engines.torch.same_code.generators import GLOBAL, set_state
-from lockstep.engines.torch.same_code.settings import checksum
+from lockstep.engines.torch.same_model.generators import GLOBAL, set_state
+from lockstep.engines.torch.same_model.settings import checksum
 from lockstep.engines.torch.sharded.sharded_variables import Shards
 from lockstep.engines.torch.steps.layers import Plan
 from lockstep.engines.torch.steps.loss_sharding import LossSharding

@@ -13,7 +13,7 @@ from lockstep.engines.replicas.first_step import Recording
 from lockstep.engines.replicas.sketches import Sketches
 from lockstep.engines.torch.ranks.peers import Peers, check_parts, uninterrupted
 from lockstep.engines.torch.ranks.rank import Answer, Call, Rank, RankPlan
-from lockstep.engines.torch.same_code.model_pickle import Dumped, dump
+from lockstep.engines.torch.same_model.model_pickle import Dumped, dump
 from lockstep.engines.torch.sharded.sharded_updates import check_optimizers
 from lockstep.engines.torch.sharded.sharded_variables import (
     Shards,

@@ -18,7 +18,7 @@ from lockstep.core import micro_batches as refused
 from lockstep.core.devices import micro_batches
 from lockstep.core.state import unique
 from lockstep.engines.torch.exchange.placement import copies_on, version_of
-from lockstep.engines.torch.same_code.generators import set_state, state_of
+from lockstep.engines.torch.same_model.generators import set_state, state_of
 from lockstep.engines.torch.steps.layers import NOISES, Plan, ReasonsByNumber
 from lockstep.engines.torch.steps.replica import Replica
 from lockstep.keras_compat import (

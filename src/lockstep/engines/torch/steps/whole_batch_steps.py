@@ -24,9 +24,9 @@ from lockstep.engines.replicas.object_states import ObjectStates, held_in_words
 from lockstep.engines.rowwise import call_refused, is_in_float8
 from lockstep.engines.torch.exchange.group import RankGroup
 from lockstep.engines.torch.exchange.placement import version_of
-from lockstep.engines.torch.same_code.code_state import is_plain_object
-from lockstep.engines.torch.same_code.model_copy import copy_of
-from lockstep.engines.torch.same_code.model_pickle import dump
+from lockstep.engines.torch.same_model.code_state import is_plain_object
+from lockstep.engines.torch.same_model.model_copy import copy_of
+from lockstep.engines.torch.same_model.model_pickle import dump
 from lockstep.engines.torch.steps.layers import Plan, copied_states
 from lockstep.engines.torch.steps.replica import RandomStreams, Replica
 from lockstep.engines.torch.steps.rows import (

@@ -15,8 +15,8 @@ from lockstep.engines.replicas.first_step import Recording, agreed, unchanged_ob
 from lockstep.engines.replicas.sketches import STATE, Difference, bounds_for
 from lockstep.engines.torch.exchange.placement import copies
 from lockstep.engines.torch.first_step.first_step import stock_step, unchanged_tensors
-from lockstep.engines.torch.same_code.model_pickle import dump
-from lockstep.engines.torch.same_code.settings import checksum
+from lockstep.engines.torch.same_model.model_pickle import dump
+from lockstep.engines.torch.same_model.settings import checksum
 from lockstep.engines.torch.steps.replica import random_state
 from lockstep.engines.torch.traced.trace import Computed, variables_in
 from lockstep.errors import UnsupportedModel

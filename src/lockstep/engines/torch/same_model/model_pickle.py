@@ -23,7 +23,7 @@ from lockstep.attach.model_pickle import (
 )
 from lockstep.core.left_out import LeftOut, LeftOutMetric
 from lockstep.core.travelling_objects import CACHE, reduced
-from lockstep.engines.torch.same_code.code_state import (
+from lockstep.engines.torch.same_model.code_state import (
     CodeReads,
     SetCode,
     claims_other_home,
@@ -33,10 +33,10 @@ from lockstep.engines.torch.same_code.code_state import (
     state_of,
     unpatched,
 )
-from lockstep.engines.torch.same_code.generators import KINDS as GENERATORS
-from lockstep.engines.torch.same_code.generators import made_by
-from lockstep.engines.torch.same_code.generators import state_of as generator_state
-from lockstep.engines.torch.same_code.object_graph import ObjectGraph
+from lockstep.engines.torch.same_model.generators import KINDS as GENERATORS
+from lockstep.engines.torch.same_model.generators import made_by
+from lockstep.engines.torch.same_model.generators import state_of as generator_state
+from lockstep.engines.torch.same_model.object_graph import ObjectGraph
 from lockstep.engines.torch.sharded.sharded_variables import ShardedVariable
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (

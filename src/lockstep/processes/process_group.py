@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.core.fit_lines import callbacks_in
+from lockstep.core.fit_arguments import callbacks_in
 from lockstep.core.state import variables_of
 from lockstep.errors import ProcessesDisagree, UnsupportedModel, counted
 from lockstep.processes.call_scope import CALLS

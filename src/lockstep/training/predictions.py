@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.checkpoint.fingerprint import config_of, first_difference
 from lockstep.checkpoint.prediction_folder import SUFFIX, PredictionFolder, positions_in
 from lockstep.core.engine import Session
-from lockstep.core.fit_lines import callbacks_in
+from lockstep.core.fit_arguments import callbacks_in
 from lockstep.core.state import named_variables, to_host
 from lockstep.errors import PredictionFileError, UnsupportedModel, counted
 from lockstep.keras_compat import layers_in, seed_generators

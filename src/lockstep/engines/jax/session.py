@@ -27,7 +27,8 @@ from lockstep.core.engine import (
     Session,
     Snapshot,
 )
-from lockstep.core.fit_lines import arguments_of, not_compiled_words, sharded_words
+from lockstep.core.fit_arguments import arguments_of
+from lockstep.core.fit_lines import not_compiled_words, sharded_words
 from lockstep.core.layout import Branches, Layout
 from lockstep.core.state import named_variables, rnn_states, variables_of
 from lockstep.engines.jax import devices as jax_devices

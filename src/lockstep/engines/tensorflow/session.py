@@ -58,7 +58,6 @@ from lockstep.engines.tensorflow.exchange.mirrored_variables import (
     is_mirrored,
     mirrored_variables,
 )
-from lockstep.engines.tensorflow.exchange.programs import eager_variable_scope
 from lockstep.engines.tensorflow.exchange.replica_consistency import (
     ReplicasDiffer,
     assertions_in_words,
@@ -71,6 +70,7 @@ from lockstep.engines.tensorflow.first_step.first_step import (
 )
 from lockstep.engines.tensorflow.steps.split_checks import why_custom
 from lockstep.engines.tensorflow.steps.steps import Steps
+from lockstep.engines.tensorflow.tensorflow_compat import eager_variable_scope
 from lockstep.errors import LayoutConflict, UnsupportedModel, UnusableData
 from lockstep.keras_compat import (
     STRATEGY,

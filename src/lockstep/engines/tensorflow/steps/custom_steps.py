@@ -16,11 +16,6 @@ import tensorflow as tf
 
 from lockstep.core.patched import patched
 from lockstep.engines.rowwise import LOOKS_AT_ROWS, call_refused
-from lockstep.engines.tensorflow.exchange.programs import (
-    ScratchGraph,
-    every_operation,
-    has_own_gradient,
-)
 from lockstep.engines.tensorflow.exchange.replica_consistency import (
     ReplicasDiffer,
     looks_up_weights,
@@ -28,7 +23,12 @@ from lockstep.engines.tensorflow.exchange.replica_consistency import (
 )
 from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows, remade, signature
+from lockstep.engines.tensorflow.exchange.traced_operations import (
+    every_operation,
+    has_own_gradient,
+)
 from lockstep.engines.tensorflow.steps.layers import Plan
+from lockstep.engines.tensorflow.steps.scratch_graph import ScratchGraph
 from lockstep.keras_compat import (
     added_losses,
     layers_in,

@@ -19,10 +19,10 @@ from lockstep.engines.replicas.rows_of_losses import (
     why_whole,
     wrapped_function,
 )
-from lockstep.engines.tensorflow.exchange.programs import ScratchGraph
 from lockstep.engines.tensorflow.exchange.replica_consistency import tensors_in
 from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup
 from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows, remade, signature
+from lockstep.engines.tensorflow.steps.scratch_graph import ScratchGraph
 from lockstep.keras_compat import METRIC_FUNCTION
 
 

@@ -21,7 +21,6 @@ from lockstep.engines.replicas.first_step import PARTED, UNTRIED, known_of_alone
 from lockstep.engines.replicas.layer_plan import advice_for
 from lockstep.engines.rowwise import Reasons, refused
 from lockstep.engines.tensorflow.exchange.mirrored_variables import MirroredVariables, outdated
-from lockstep.engines.tensorflow.exchange.programs import ScratchGraph
 from lockstep.engines.tensorflow.exchange.replica_consistency import (
     ReplicasDiffer,
     looks_up_weights,
@@ -31,6 +30,7 @@ from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows
 from lockstep.engines.tensorflow.steps.custom_steps import CustomStep
 from lockstep.engines.tensorflow.steps.layers import Plan
 from lockstep.engines.tensorflow.steps.loss_sharding import LossSharding
+from lockstep.engines.tensorflow.steps.scratch_graph import ScratchGraph
 from lockstep.engines.tensorflow.steps.split_checks import unsplit_reason, why_custom
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import added_losses, layers_in, loss_of, loss_tracker, takes_training

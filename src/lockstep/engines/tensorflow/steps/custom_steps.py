@@ -27,7 +27,7 @@ from lockstep.engines.tensorflow.exchange.traced_operations import (
     every_operation,
     has_own_gradient,
 )
-from lockstep.engines.tensorflow.steps.layers import Plan
+from lockstep.engines.tensorflow.steps.layers import ReplicaPlan
 from lockstep.engines.tensorflow.steps.scratch_graph import ScratchGraph
 from lockstep.keras_compat import (
     added_losses,
@@ -95,7 +95,7 @@ class CustomStep:
         splitting = [(layer, "call", self._splitting(layer)) for layer in layers]
         try:
             with (
-                Plan.of_all(layers).in_force(self._team),
+                ReplicaPlan.of_all(layers).in_force(self._team),
                 patched(splitting),
                 self._summing(),
                 self._watching(),

@@ -28,7 +28,7 @@ from lockstep.engines.tensorflow.exchange.replica_consistency import (
 from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup, Shards
 from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows
 from lockstep.engines.tensorflow.steps.custom_steps import CustomStep
-from lockstep.engines.tensorflow.steps.layers import Plan
+from lockstep.engines.tensorflow.steps.layers import ReplicaPlan
 from lockstep.engines.tensorflow.steps.loss_sharding import LossSharding
 from lockstep.engines.tensorflow.steps.scratch_graph import ScratchGraph
 from lockstep.engines.tensorflow.steps.split_checks import unsplit_reason, why_custom
@@ -43,7 +43,7 @@ class Steps:
     Attributes:
         choices: `LossSharding.choices` of the step that was traced last.
         distrusted: Why parts of the model run on the global batch although they were proven, by
-            their number in `Plan.parts`: they gave other numbers in a first step.
+            their number in `ReplicaPlan.parts`: they gave other numbers in a first step.
         distrusted_layers: The same for layers in steps of the user's own, by their number in
             `layers_in`.
         losses_by_rows: Whether a loss or metric that works row by row takes its own rows.
@@ -120,9 +120,9 @@ class Steps:
             self._began[f"{step}_step"] = False
         return again
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReplicaPlan:
         """Return a plan with the parts of the model in their order."""
-        return Plan(self._model)
+        return ReplicaPlan(self._model)
 
     def on_first_device(self, step: str, data: Any) -> Any:
         """Run Keras's own step on the first device, and return its logs or predictions."""
@@ -212,9 +212,9 @@ class Steps:
             self._warn_of_whole(own.whole)
         return outputs
 
-    def _plan(self, data: Any, *, training: bool) -> tuple[Plan, Reasons]:
+    def _plan(self, data: Any, *, training: bool) -> tuple[ReplicaPlan, Reasons]:
         """Return the plan of the step being traced, and why some layers are not split."""
-        parts = Plan(self._model).candidates
+        parts = ReplicaPlan(self._model).candidates
         reasons: Reasons = {}
         if parts:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -227,7 +227,7 @@ class Steps:
             finally:
                 self._copies.take_off()
         proven = [number for number, part in enumerate(parts) if id(part) not in reasons]
-        plan = Plan(self._model, proven, distrusted=self.distrusted)
+        plan = ReplicaPlan(self._model, proven, distrusted=self.distrusted)
         found = {id(plan.parts[number]): reason for number, reason in self.distrusted.items()}
         return plan, found | reasons
 

@@ -20,9 +20,9 @@ from lockstep.engines.torch.ranks.rank import (
     Arguments,
     Call,
     Marked,
+    PlanArguments,
     Question,
     Rank,
-    RankPlan,
 )
 from lockstep.engines.torch.same_model.model_pickle import Dumped
 from lockstep.engines.torch.sharded.sharded_variables import Shards, shards_in
@@ -68,7 +68,7 @@ class Peers(ABC):
         self.times_sent = 0
         self.user_code_between_steps = True
         self._model = model
-        self._plan: RankPlan | None = None
+        self._plan: PlanArguments | None = None
 
     @abstractmethod
     def check_devices(self, devices: tuple[str, ...]) -> None:
@@ -161,7 +161,7 @@ class Peers(ABC):
                 self.rank.tensors, self.rank.generators = found.tensors, found.generators
         return unchecked
 
-    def share_plan(self, plan: RankPlan) -> None:
+    def share_plan(self, plan: PlanArguments) -> None:
         """Give every rank this plan."""
         if plan != self._plan:
             self.call(Rank.take_plan, plan)

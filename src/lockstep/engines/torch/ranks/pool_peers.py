@@ -15,7 +15,7 @@ from lockstep.engines.replicas.sketches import bounds_for, difference
 from lockstep.engines.torch.exchange.placement import check_placement, version_of
 from lockstep.engines.torch.ranks.peers import Peers, check_parts, dropped_part, uninterrupted
 from lockstep.engines.torch.ranks.pool import Lease, Pool
-from lockstep.engines.torch.ranks.rank import Marked, Rank, RankPlan
+from lockstep.engines.torch.ranks.rank import Marked, PlanArguments, Rank
 from lockstep.engines.torch.same_model.code_state import CodeReads
 from lockstep.engines.torch.same_model.generators import state_of
 from lockstep.engines.torch.same_model.model_pickle import Dumped
@@ -229,7 +229,7 @@ class PoolPeers(Peers):
                     "import, or call lockstep.release(model)."
                 )
 
-    def share_plan(self, plan: RankPlan) -> None:
+    def share_plan(self, plan: PlanArguments) -> None:
         """Give every rank this plan. With another one they exchange other tensors."""
         if plan != self._plan:
             self._exchanged = set()

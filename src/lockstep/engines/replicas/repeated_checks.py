@@ -24,8 +24,8 @@ _MOST_BETWEEN = 256
 
 
 @dataclass
-class Steps:
-    """The steps of one kind.
+class StepCounts:
+    """How many steps of one kind there were, and which of them agreed.
 
     Attributes:
         call: The name of the call.
@@ -57,7 +57,7 @@ class RepeatedChecks:
     """
 
     def __init__(self) -> None:
-        self.steps = {kind: Steps() for kind in _KINDS.values()}
+        self.steps = {kind: StepCounts() for kind in _KINDS.values()}
 
     def begin_call(self, name: str) -> None:
         """Note that a method of the model is called; calls on one batch after another are one."""

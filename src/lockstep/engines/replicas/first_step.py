@@ -29,10 +29,10 @@ from lockstep.engines.replicas.sketches import (
     OUTPUT,
     STATE,
     Bounds,
-    Difference,
+    Mismatch,
     Sketches,
     bounds_for,
-    difference,
+    first_mismatch,
     has_entries,
     has_rank,
     is_about_to_overflow,
@@ -269,7 +269,7 @@ def compare(
     *,
     repeated: bool = False,
     by_all: bool = False,
-) -> Difference | None:
+) -> Mismatch | None:
     """Return in what one device parts from itself, or several from one; `None` if they agree.
 
     Several devices run in any case: each process of a launcher is one, and all take part.
@@ -325,7 +325,7 @@ def compare(
 
 def agreed(
     data: Any, alone: Callable[[Any], Recording], several: Recording, bounds: Bounds
-) -> Difference | None:
+) -> Mismatch | None:
     """Return in what a step on all rows parts from one device, `None` if they agree.
 
     What rounding moves as far is no fault; see `compare`.
@@ -337,7 +337,7 @@ def agreed(
         bounds: How far they may be apart.
     """
     one, others = alone(data).sketches(), several.sketches()
-    found = difference(one, [others], 1, bounds)
+    found = first_mismatch(one, [others], 1, bounds)
     if found is None:
         return None
     again, near = alone(data).sketches(), alone(_rounded_otherwise(data)).sketches()
@@ -367,18 +367,18 @@ def _parted(
     several: list[Sketches],
     rows: int,
     bounds: Bounds,
-) -> Difference | None:
+) -> Mismatch | None:
     """Return in what one device parts from itself, or several from one; `None` if they agree."""
     one = steady(one, again, bounds)
-    if (of_one := difference(one, [again], rows, bounds)) is not None:
+    if (of_one := first_mismatch(one, [again], rows, bounds)) is not None:
         return replace(of_one, is_of_one=True)
     if near is not None and is_about_to_overflow(one):
         return None  # squares overflow on some devices alone
-    return difference(one, several, rows, bounds, near)
+    return first_mismatch(one, several, rows, bounds, near)
 
 
 def distrusted_part(
-    found: Difference,
+    found: Mismatch,
     model: Any,
     parts: list[Any],
     distrusted: dict[int, str],
@@ -421,7 +421,7 @@ def distrusted_part(
     return None
 
 
-def check_declared_losses(found: Difference, model: Any) -> None:
+def check_declared_losses(found: Mismatch, model: Any) -> None:
     """Raise if a loss or metric was declared to work row by row.
 
     Raises:
@@ -484,8 +484,8 @@ class FirstSteps:
     def settle(
         self,
         kind: str,
-        find: Callable[[], Difference | None],
-        distrust: Callable[[Difference], str | None],
+        find: Callable[[], Mismatch | None],
+        distrust: Callable[[Mismatch], str | None],
     ) -> None:
         """Compare a first step until all devices agree with one, or else let one run it alone.
 

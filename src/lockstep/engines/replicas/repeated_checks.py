@@ -6,7 +6,7 @@ compared again. The intervals double up to a bound, so that a long call compares
 
 from dataclasses import dataclass
 
-from lockstep.engines.replicas.sketches import Difference
+from lockstep.engines.replicas.sketches import Mismatch
 from lockstep.errors import ProcessesDisagree
 
 _KINDS = {
@@ -67,7 +67,7 @@ class RepeatedChecks:
         if name != steps.call or not name.endswith("on_batch"):
             steps.call, steps.calls, steps.number, steps.agreed = name, steps.calls + 1, 0, 0
 
-    def error(self, kind: str, model: str, found: Difference, *, after: bool) -> ProcessesDisagree:
+    def error(self, kind: str, model: str, found: Mismatch, *, after: bool) -> ProcessesDisagree:
         """Return the error for a step that several devices compute differently from one.
 
         Args:

@@ -49,7 +49,7 @@ from lockstep.engines.replicas.first_step import (
     states_of,
 )
 from lockstep.engines.replicas.object_states import ObjectStates
-from lockstep.engines.replicas.sketches import GRADIENT, LOG, Difference
+from lockstep.engines.replicas.sketches import GRADIENT, LOG, Mismatch
 from lockstep.engines.tensorflow.branches.branch_steps import BranchSteps
 from lockstep.engines.tensorflow.branches.placed_variables import PlacedVariables
 from lockstep.engines.tensorflow.exchange.mirrored_variables import (
@@ -294,7 +294,7 @@ class TensorFlowSession(Session):
             with assertions_in_words():
                 return recorded(step, some, len(self.devices))
 
-        def distrust(found: Difference) -> str | None:
+        def distrust(found: Mismatch) -> str | None:
             if is_custom:
                 layers = layers_in(model)
                 return distrusted_part(

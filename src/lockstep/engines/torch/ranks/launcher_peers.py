@@ -8,7 +8,7 @@ from dataclasses import astuple
 from typing import Any
 
 from lockstep.core.state import variables_of
-from lockstep.engines.replicas.sketches import Difference
+from lockstep.engines.replicas.sketches import Mismatch
 from lockstep.engines.torch.exchange.group import PeerLost
 from lockstep.engines.torch.ranks.launcher_group import TorchGroup, devices_of_all
 from lockstep.engines.torch.ranks.peers import Peers, dropped_part
@@ -205,11 +205,11 @@ class LauncherPeers(Peers):
         # Each layer exchanges the weights that it reads.
         self._compares_exchanges = bool(self.rank.shards.variables)
 
-    def agreed_difference(self, found: Difference | None) -> Difference | None:
+    def agreed_difference(self, found: Mismatch | None) -> Mismatch | None:
         """Return the difference that some process has found, the same one in all processes."""
-        mine = found or Difference("", "", 0.0)
+        mine = found or Mismatch("", "", 0.0)
         _, (_, *greatest) = once([mine.is_of_one, *astuple(mine)])
-        return Difference(*greatest) if greatest[0] else None
+        return Mismatch(*greatest) if greatest[0] else None
 
     def agreed_reason(self, reason: str | None) -> str | None:
         """Return the reason of any process: a trace is made by all of them or by none."""

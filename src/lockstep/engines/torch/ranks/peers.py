@@ -12,7 +12,7 @@ import torch
 
 from lockstep.core.held_signals import HeldSignals
 from lockstep.core.state import variables_of
-from lockstep.engines.replicas.sketches import Difference
+from lockstep.engines.replicas.sketches import Mismatch
 from lockstep.engines.torch.exchange.group import LoneRank
 from lockstep.engines.torch.exchange.placement import check_placement
 from lockstep.engines.torch.ranks.rank import (
@@ -252,7 +252,7 @@ class Peers(ABC):
         """Return what this process has assigned up to now, for the other processes."""
         return None
 
-    def agreed_difference(self, found: Difference | None) -> Difference | None:
+    def agreed_difference(self, found: Mismatch | None) -> Mismatch | None:
         """Return the difference that all processes act on."""
         return found
 

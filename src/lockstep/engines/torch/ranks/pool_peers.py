@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lockstep.core.held_signals import HeldSignals
-from lockstep.engines.replicas.sketches import bounds_for, difference
+from lockstep.engines.replicas.sketches import bounds_for, first_mismatch
 from lockstep.engines.torch.exchange.placement import check_placement, version_of
 from lockstep.engines.torch.ranks.peers import Peers, check_parts, dropped_part, uninterrupted
 from lockstep.engines.torch.ranks.pool import Lease, Pool
@@ -333,7 +333,7 @@ class PoolPeers(Peers):
             mine, *every = self.ask(Rank.sketched, differ)
             bounds = bounds_for(self._model, ())
             for rank, theirs in enumerate(every, 1):
-                found = difference(mine, [theirs], 1, bounds)
+                found = first_mismatch(mine, [theirs], 1, bounds)
                 if found is not None:
                     path = paths[id(tensors[int(found.name)])]
                     raise ProcessesDisagree(

@@ -29,7 +29,7 @@ from lockstep.engines.replicas.first_step import (
 )
 from lockstep.engines.replicas.layer_plan import advice_for
 from lockstep.engines.replicas.repeated_checks import RepeatedChecks
-from lockstep.engines.replicas.sketches import GRADIENT, LOG, OUTPUT, Difference
+from lockstep.engines.replicas.sketches import GRADIENT, LOG, OUTPUT, Mismatch
 from lockstep.engines.torch.exchange.placement import copies
 from lockstep.engines.torch.first_step.first_step import recorded_step, stock_step
 from lockstep.engines.torch.first_step.row_proofs import RowProofs
@@ -360,7 +360,7 @@ class StepPlans:
         if not self._first_steps.is_due(kind, self._form(data), lambda: self._is_guessed(kind)):
             return
 
-        def distrust(found: Difference) -> str | None:
+        def distrust(found: Mismatch) -> str | None:
             self._routes.clear()  # those of other forms trust it
             if self._most is not None and found.kind == OUTPUT:
                 raise refused.rows_differ(model, self._most, "outputs", found.distance)
@@ -382,7 +382,7 @@ class StepPlans:
         plan: Callable[[int | None], PlanArguments],
         *,
         repeated: bool = False,
-    ) -> Callable[[], Difference | None]:
+    ) -> Callable[[], Mismatch | None]:
         """Return what compares a step by rows with that of one device.
 
         Args:
@@ -419,7 +419,7 @@ class StepPlans:
         if not self._first_steps.is_due(kind, self._form(batch), lambda: True):
             return
 
-        def distrust(found: Difference) -> Any:
+        def distrust(found: Mismatch) -> Any:
             self._routes.clear()
             layers = layers_in(model)
             return distrusted_part(
@@ -432,7 +432,7 @@ class StepPlans:
 
     def _custom_difference(
         self, kind: str, batch: Any, *, repeated: bool = False
-    ) -> Callable[[], Difference | None] | None:
+    ) -> Callable[[], Mismatch | None] | None:
         """Return what compares a step of the user's own with that of one device, if it can be."""
         runner = self._runner
         leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]

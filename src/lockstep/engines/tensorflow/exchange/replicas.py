@@ -29,7 +29,7 @@ from lockstep.engines.tensorflow.tensorflow_compat import distribute_lib
 from lockstep.keras_compat import global_state, losses_with_ids, put_losses_with_ids
 
 
-class Shards:
+class RowShards:
     """The rows of one global batch that each replica has; the last shards may be empty.
 
     Some kernels fail on empty tensors. So a replica with an empty shard runs one row of
@@ -78,7 +78,7 @@ class Replica:
         part: The global section it is in; `None` while it works on its own rows.
     """
 
-    def __init__(self, index: int, shards: Shards, team: "ReplicaGroup", context: Any) -> None:
+    def __init__(self, index: int, shards: RowShards, team: "ReplicaGroup", context: Any) -> None:
         self.index = index
         self.shards = shards
         self.part: GlobalSection | None = None
@@ -347,7 +347,7 @@ class ReplicaGroup:
         self._here = threading.local()
         self.program = Program(copies)
 
-    def run(self, step: Callable[[Replica], Any], shards: Shards) -> list[Any]:
+    def run(self, step: Callable[[Replica], Any], shards: RowShards) -> list[Any]:
         """Return the result of `step` on each replica."""
         results: list[Any] = [None] * self.size
         carried = _thread_state()

@@ -21,7 +21,7 @@ from lockstep.engines.tensorflow.exchange.replica_consistency import (
     looks_up_weights,
     tensors_in,
 )
-from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup, Shards
+from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup, RowShards
 from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows, remade, signature
 from lockstep.engines.tensorflow.exchange.traced_operations import (
     every_operation,
@@ -100,7 +100,9 @@ class CustomStep:
                 self._summing(),
                 self._watching(),
             ):
-                outputs = self._team.run(on_replica, Shards(tf.shape(rows[0])[0], self._team.size))
+                outputs = self._team.run(
+                    on_replica, RowShards(tf.shape(rows[0])[0], self._team.size)
+                )
         except ReplicasDiffer:
             raise
         except Exception as error:  # the step runs on one device then, and may raise it again
@@ -180,7 +182,7 @@ class CustomStep:
             same = [tf.debugging.assert_equal(tf.shape(x)[0], rows, words) for x in leaves[1:]]
             with tf.control_dependencies(same):
                 rows = tf.identity(rows)
-            replica.shards = Shards(rows, self._team.size)
+            replica.shards = RowShards(rows, self._team.size)
             try:
                 args, kwargs = keras.tree.map_structure(
                     lambda x: remade(x, replica.rows_with_shared_gradient) if _has_rows(x) else x,

@@ -25,7 +25,7 @@ from lockstep.engines.tensorflow.exchange.replica_consistency import (
     ReplicasDiffer,
     looks_up_weights,
 )
-from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup, Shards
+from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup, RowShards
 from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows
 from lockstep.engines.tensorflow.steps.custom_steps import CustomStep
 from lockstep.engines.tensorflow.steps.layers import ReplicaPlan
@@ -399,7 +399,7 @@ class Steps:
         )
 
 
-def _split(x: Any, replicas: int) -> tuple[Shards, list[Any]]:
+def _split(x: Any, replicas: int) -> tuple[RowShards, list[Any]]:
     """Return the shards of these inputs, and the inputs of each replica."""
     # The split runs on the host, so that a device receives only its shard.
     with tf.device("CPU:0"):
@@ -418,7 +418,7 @@ def _split(x: Any, replicas: int) -> tuple[Shards, list[Any]]:
             # The placeholder hides the number of rows from the tracer. Then only tensors of
             # rows have an unknown first dim.
             hidden = tf.compat.v1.placeholder_with_default(tf.identity(rows), shape=())
-            shards = Shards(hidden, replicas)
+            shards = RowShards(hidden, replicas)
 
         def of(replica: int) -> Any:
             return keras.tree.map_structure(

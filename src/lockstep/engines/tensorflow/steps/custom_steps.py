@@ -21,7 +21,7 @@ from lockstep.engines.tensorflow.exchange.replica_consistency import (
     looks_up_weights,
     tensors_in,
 )
-from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup, RowShards
+from lockstep.engines.tensorflow.exchange.replicas import ReplicaGroup, RowShards, TracedReplica
 from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows, remade, signature
 from lockstep.engines.tensorflow.exchange.traced_operations import (
     every_operation,
@@ -81,7 +81,7 @@ class CustomStep:
         data = keras.tree.map_structure(_with_hidden_rows, data)
         rows = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and leaf.shape.rank]
 
-        def on_replica(replica: Replica) -> Any:
+        def on_replica(replica: TracedReplica) -> Any:
             given = (data, replica.shards.rows)
             # Gradients are checked where a tape computes them, and an optimizer has none.
             with replica.globally(self._name, given, shares=True, last=True) as part:
@@ -167,7 +167,13 @@ class CustomStep:
                 vars(layer)["call"] = call
 
     def _split(
-        self, replica: Replica, layer: Any, call: Call, args: Any, kwargs: Any, leaves: list[Any]
+        self,
+        replica: TracedReplica,
+        layer: Any,
+        call: Call,
+        args: Any,
+        kwargs: Any,
+        leaves: list[Any],
     ) -> Any:
         what = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
         before = {id(loss) for inner in layers_in(layer) for loss in added_losses(inner)}
@@ -261,7 +267,7 @@ class CustomStep:
         with replaced([(tf.GradientTape, name, method) for name, method in methods.items()]):
             yield
 
-    def _check(self, replica: Replica, tape: Any) -> None:
+    def _check(self, replica: TracedReplica, tape: Any) -> None:
         """Raise if the gradients of replicas would not sum up to those of the global batch."""
         if any(end is None for _, _, end in self._tapes().values()):
             raise ReplicasDiffer(f"{self._name} takes a gradient inside a tape")
@@ -279,7 +285,7 @@ class CustomStep:
         return tapes
 
 
-def _position(replica: Replica) -> int:
+def _position(replica: TracedReplica) -> int:
     """Return the number of operations in the section of a replica."""
     assert replica.part is not None
     replica.part.pause()

@@ -25,7 +25,7 @@ from lockstep.engines.tensorflow.exchange.replica_consistency import (
     ReplicasDiffer,
     looks_up_weights,
 )
-from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup, RowShards
+from lockstep.engines.tensorflow.exchange.replicas import ReplicaGroup, RowShards, TracedReplica
 from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows
 from lockstep.engines.tensorflow.steps.custom_steps import CustomStep
 from lockstep.engines.tensorflow.steps.layers import ReplicaPlan
@@ -251,7 +251,7 @@ class Steps:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
 
-        def step(replica: Replica) -> Any:
+        def step(replica: TracedReplica) -> Any:
             with tf.GradientTape() as tape:
                 y_pred = self._outputs(replica, values, rows_of[replica.index], training=True)
                 loss = self._loss(replica, x, y, y_pred, sample_weight, training=True)
@@ -277,7 +277,7 @@ class Steps:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
 
-        def step(replica: Replica) -> Any:
+        def step(replica: TracedReplica) -> Any:
             y_pred = self._outputs(replica, values, rows_of[replica.index], training=False)
             self._loss(replica, x, y, y_pred, sample_weight, training=False)
             with replica.globally("one of its metrics", y_pred, last=True):
@@ -289,7 +289,7 @@ class Steps:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
 
-        def step(replica: Replica) -> Any:
+        def step(replica: TracedReplica) -> Any:
             outputs = self._forward(rows_of[replica.index], training=False)
             return keras.tree.map_structure(
                 lambda value: replica.true_rows(value, self._output_name()), outputs
@@ -311,7 +311,7 @@ class Steps:
 
         with watch(whole) as seen:
 
-            def step(replica: Replica) -> Any:
+            def step(replica: TracedReplica) -> Any:
                 with tf.GradientTape() as tape:
                     y_pred = self._outputs(replica, values, rows_of[replica.index], training=True)
                     loss = self._loss(replica, x, y, y_pred, sample_weight, training=True)
@@ -326,14 +326,23 @@ class Steps:
             return self._model(x, training=training)
         return self._model(x)
 
-    def _outputs(self, replica: Replica, values: LossSharding, x: Any, *, training: bool) -> Any:
+    def _outputs(
+        self, replica: TracedReplica, values: LossSharding, x: Any, *, training: bool
+    ) -> Any:
         """Return the model's outputs for the global batch, with their masks."""
         what = self._output_name()
         outputs = self._forward(x, training=training)
         return keras.tree.map_structure(lambda own: values.gather(replica, own, what), outputs)
 
     def _loss(
-        self, replica: Replica, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
+        self,
+        replica: TracedReplica,
+        x: Any,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any,
+        *,
+        training: bool,
     ) -> Any:
         model = self._model
         losses = [loss for layer in layers_in(model) for loss in added_losses(layer)]

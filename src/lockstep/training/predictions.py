@@ -18,7 +18,7 @@ from lockstep.core.fit_arguments import callbacks_in
 from lockstep.core.state import named_variables, to_host
 from lockstep.errors import PredictionFileError, UnsupportedModel, counted
 from lockstep.keras_compat import layers_in, seed_generators
-from lockstep.processes.coordination import Exchange, digest, once
+from lockstep.processes.coordination import WordExchange, digest, once
 from lockstep.processes.group import current
 from lockstep.processes.own_rows import brings_own_rows
 from lockstep.processes.process_group import is_first, several
@@ -291,7 +291,7 @@ class RowsIntoFiles(RowsToFunction):
     def _newest_of_all(self, left: dict[str, Any] | None) -> int | None:
         """Return the number of the newest position of this process that all processes have."""
         mine = [each["position"][0] for each in positions_in(left)] if left is not None else []
-        exchange = Exchange("notes")
+        exchange = WordExchange("notes")
         every = exchange.gather(mine)
         exchange.close()
         common = set(mine).intersection(*every)

@@ -95,14 +95,14 @@ def bounds_for(model: Any, dtypes: Iterable[str]) -> Bounds:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first thing in which several devices part from one.
+    """The first thing in which several devices differ from one.
 
     Attributes:
         kind: `OUTPUT`, `LOG`, `GRADIENT` or `STATE`.
         name: The path of the layer or variable, or the name of the log.
         distance: The largest distance, relative to the size of what was compared.
         layer: The number of the layer in `watched`, of an output.
-        is_of_one: Whether one device has parted from itself.
+        is_of_one: Whether two runs of one device differ.
     """
 
     kind: str
@@ -126,7 +126,7 @@ def first_mismatch(
     bounds: Bounds,
     near: Sketches | None = None,
 ) -> Mismatch | None:
-    """Return the first thing in which several devices part from one, `None` if they agree.
+    """Return the first thing in which several devices differ from one, `None` if they agree.
 
     Args:
         one: What one device has computed.
@@ -134,8 +134,8 @@ def first_mismatch(
             One of them has everything else.
         rows: The rows of the batch.
         bounds: How far they may be apart.
-        near: What one device has computed with inputs that are rounded otherwise: several may part
-            from one a few times as far.
+        near: What one device has computed with inputs that are rounded otherwise: several may
+            differ from one a few times as much.
     """
     near = near or {}
     shards = shard_rows(rows, len(several))

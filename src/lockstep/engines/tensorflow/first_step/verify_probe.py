@@ -1,4 +1,4 @@
-"""Records the layer outputs and the gradients of one training step on TensorFlow."""
+"""For `verify`: records the layer outputs and the gradients of one training step on TensorFlow."""
 
 import itertools
 import threading

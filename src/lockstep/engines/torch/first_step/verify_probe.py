@@ -1,4 +1,4 @@
-"""Records the layer outputs and the gradients of one training step on PyTorch."""
+"""For `verify`: records the layer outputs and the gradients of one training step on PyTorch."""
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress

@@ -1,4 +1,4 @@
-"""Runs the steps of one model on several devices, whoever has started their processes."""
+"""Runs the steps of one model on several devices, in workers of a pool or scripts of a launcher."""
 
 import hashlib
 from collections.abc import Collection, Iterator

@@ -1,4 +1,4 @@
-"""The processes of the devices but the first: started early, once, and warm between calls."""
+"""The processes of all devices but the first: started once, and kept warm between calls."""
 
 import atexit
 import itertools

@@ -1,4 +1,4 @@
-"""The process of one device but the first: it follows the calls of rank 0.
+"""A worker: the process of a device other than the first. It follows the calls of rank 0.
 
 It waits in a read while there is nothing to do. It ends with the process of rank 0, however
 that one ends: a second pipe, which a thread reads, is closed then.

@@ -52,9 +52,9 @@ class Dumped(NamedTuple):
     Attributes:
         data: The bytes: the same for the same model, whatever the values of its tensors are.
         layers: Those of the model without the metrics of `compile`.
-        code: Those of what its code reads besides the model.
+        code: Those of what its code reads from outside of it.
         tensors: The tensors that they name by their number.
-        reads: What code of the model reads besides the model.
+        reads: What code of the model reads from outside of it.
         in_modules: Whether attributes of the user's modules hold some of the tensors.
         has_metrics: Whether the bytes have the metrics of `compile`, if there are any.
         holders: The dicts by which layers give their tensors to PyTorch.
@@ -87,7 +87,7 @@ class Dumped(NamedTuple):
 
 
 def dump(model: Any, *, with_graph: bool = False) -> Dumped:
-    """Return the bytes of a model, with what its code reads besides the model.
+    """Return the bytes of a model, with what its code reads from outside of it.
 
     In place of an attribute that cannot be pickled, they have a `LeftOut`.
 
@@ -283,7 +283,7 @@ class _AttributePickler(TensorPickler):
 
 
 class _Pickler(TensorPickler):
-    """Pickles a model for a worker, and after it what its code reads besides the model."""
+    """Pickles a model for a worker, and after it what its code reads from outside of it."""
 
     def __init__(self, file: io.BytesIO, left_out: _LeftOutOf | None = None) -> None:
         super().__init__(file, left_out)

@@ -1,4 +1,4 @@
-"""Whether a model would be pickled to the same bytes as before, told without pickling it.
+"""Tells whether a model would be pickled to the same bytes as before, without pickling it.
 
 The pickler knows all objects that it has met. Each is looked at in a few calls of C: which objects
 it refers to, by identity, and how many. What a reducer reads besides is looked at too: globals by

@@ -18,10 +18,10 @@ from lockstep.core.rank_waits import ANSWER, CALL, GATHER, NOTHING, parted
 from lockstep.engines.replicas.repeated_checks import StepCounts
 from lockstep.engines.replicas.sketches import is_about_to_overflow
 from lockstep.errors import ProcessesDisagree, UnsplitBatchWarning, UnsupportedModel
+from tests.agreement import assert_equal, both
 from tests.precision import floats
 from tests.tiers import further
 from tests.torch import outside_state
-from tests.torch.agreement import assert_equal, both
 
 OPTIONS = {"batch_size": 6, "shuffle": False, "verbose": 0}
 NUMBERS = np.random.default_rng(0)

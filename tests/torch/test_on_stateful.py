@@ -9,8 +9,8 @@ from keras import layers, ops
 
 import lockstep
 from lockstep.errors import UnsplitBatchWarning
+from tests.agreement import assert_equal, both, values
 from tests.tiers import rest
-from tests.torch.agreement import assert_equal, both, values
 
 ROWS, STEPS, PIECES = 5, 3, 4
 

@@ -16,7 +16,7 @@ import lockstep
 from lockstep.errors import LayoutConflict, UnsplitBatchWarning, UnsupportedModel
 from tests.agreement import assert_equal, both, values
 from tests.conftest import BACKEND
-from tests.tiers import further, rest
+from tests.tiers import further, quick_on_jax, rest
 
 ROWS, STEPS, PIECE = 8, 12, 3
 
@@ -80,6 +80,7 @@ def test_predicting_in_pieces_equals_the_whole(name, devices):
     assert_equal(np.concatenate(one_by_one, axis=1), whole)
 
 
+@quick_on_jax
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("of", ["layer", "model"])
 @pytest.mark.parametrize("devices", [1, 4])
@@ -125,6 +126,7 @@ def test_bidirectional_equals_eager_calls(devices):
         eager.layers[0].reset_states()
 
 
+@quick_on_jax
 def test_a_layer_deep_inside_keeps_its_state():
     def make(steps, stateful):
         keras.utils.set_random_seed(2)
@@ -141,6 +143,7 @@ def test_a_layer_deep_inside_keeps_its_state():
     assert_equal(put_together(made.predict(pieces(x), batch_size=ROWS, verbose=0)), whole)
 
 
+@quick_on_jax
 def test_evaluating_in_pieces_equals_the_whole():
     x, y = sequences(), targets()
     whole, made = classifier(STEPS, stateful=False), classifier(PIECE, stateful=True)
@@ -162,6 +165,7 @@ def classifier(steps, stateful):
     )
 
 
+@quick_on_jax
 @pytest.mark.parametrize("devices", [3, *rest(1, 2, 4)])
 def test_a_state_moves_with_its_model(devices):
     x = sequences()
@@ -191,6 +195,7 @@ def test_a_state_may_be_shared_with_another_model_on_the_same_devices_alone():
     assert_equal(other.predict(x, batch_size=ROWS, verbose=0), right)
 
 
+@quick_on_jax
 def test_the_state_is_no_weight_and_in_no_file(tmp_path):
     plain = one_layer("LSTM", PIECE, stateful=True)
     made = lockstep.distribute(one_layer("LSTM", PIECE, stateful=True), 4)

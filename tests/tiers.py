@@ -9,6 +9,8 @@
 A tier contains those above it.
 """  # noqa: E501
 
+import os
+
 import pytest
 
 TIERS = ("quick", "thorough", "whole")
@@ -27,6 +29,11 @@ def rest(*values):
 def _marked(mark, values):
     together = [value if isinstance(value, tuple) else (value,) for value in values]
     return [pytest.param(*each, marks=mark) for each in together]
+
+
+def quick_on_jax(test):
+    """A test that is quick on JAX, and thorough on the other backends: the code is shared."""
+    return test if os.environ["KERAS_BACKEND"] == "jax" else pytest.mark.thorough(test)
 
 
 def every(step, names, quick=None):

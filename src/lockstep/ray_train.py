@@ -1,4 +1,4 @@
-"""Reads from Ray Train which worker of how many this process is.
+"""Reads the rank of this worker, and the number of workers, from Ray Train.
 
 Ray Train sets no variables. Ray is imported here alone, and only in a process that has Ray Train.
 """

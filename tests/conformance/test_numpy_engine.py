@@ -12,6 +12,7 @@ import lockstep
 from lockstep.core import held_signals
 from lockstep.core.engine import TRAIN
 from lockstep.errors import BusyModel, DeviceError, UnsupportedBackend, UnsupportedModel
+from tests.agreement import values
 from tests.conformance import numpy_engine
 from tests.conformance.common import assert_same, weights
 from tests.conformance.numpy_engine import NumPyEngine, NumPySession
@@ -224,10 +225,6 @@ class At:
                 self.place = frame.f_code.co_name, frame.f_lineno, frame.f_lasti
                 signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)  # as Python would now
         return self.watch
-
-
-def values(made):
-    return [np.array(v.value) for v in (*made.variables, *made.optimizer.variables)]
 
 
 def after_steps(steps):

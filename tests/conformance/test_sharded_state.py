@@ -19,6 +19,7 @@ from lockstep.engines.jax.steps.gather_again import (
     room_for_gathered,
 )
 from lockstep.errors import DeviceError, LayoutConflict, NothingToDoWarning
+from tests.agreement import values
 from tests.conformance.common import assert_same
 from tests.conformance.test_communication import collectives, training_program
 from tests.tiers import rest
@@ -52,10 +53,6 @@ def fit(made, **options):
 
 def variables(made):
     return [*made.variables, *made.optimizer.variables]
-
-
-def values(made):
-    return [np.array(variable.value) for variable in variables(made)]
 
 
 def large(made):

@@ -11,6 +11,7 @@ from rich.console import Console
 
 import lockstep
 from lockstep.attach.attachment import session_of
+from tests.agreement import values
 from tests.tiers import further, rest
 
 BACKEND = keras.backend.backend()
@@ -40,11 +41,6 @@ def with_layer(*between, optimizer="sgd"):
     first = layers.Dense(8, activation="gelu", name="first")
     every = [keras.Input((6,)), first, *between, layers.Dense(1, name="last")]
     return compiled(keras.Sequential(every), optimizer)
-
-
-def values(made):
-    every = [*made.variables, *made.optimizer.variables]
-    return [np.array(ops.convert_to_numpy(variable.value)) for variable in every]
 
 
 class Subclassed(keras.Model):

@@ -9,11 +9,11 @@ from tests.house.test_house import FILES, SOURCE
 from tests.processes.common import python
 
 NO_PATCHES = {
-    "engines/torch/same_code/model_copy.py: _fill",  # a cell of its own copy of a function
+    "engines/torch/same_model/model_copy.py: _fill",  # a cell of its own copy of a function
     # public settings, torch.backends
     *(
-        "engines/torch/same_code/settings.py: apply_settings",
-        "engines/torch/same_code/settings.py: _set_precision",
+        "engines/torch/same_model/settings.py: apply_settings",
+        "engines/torch/same_model/settings.py: _set_precision",
     ),
 }
 

@@ -48,7 +48,7 @@ ROOMS = {
     ),
     "tensorflow": "tensorflow_compat devices exchange steps first_step branches session engine",
     "torch": (
-        "torch_compat exchange sharded same_code steps first_step traced ranks session branches"
+        "torch_compat exchange sharded same_model steps first_step traced ranks session branches"
         " devices engine"
     ),
 }

@@ -22,7 +22,7 @@ from lockstep.engines.torch.sharded.sharded_variables import ShardedVariable
 from lockstep.errors import LockstepError
 from lockstep.keras_compat import stored_value
 from lockstep.processes.coordination import patience
-from tests.torch.agreement import assert_equal, values
+from tests.agreement import assert_equal, values
 from tests.torch.test_on_sharded_state import MODELS, OPTIMIZERS, SAMPLE, data
 
 sys.modules["lockstep.core.devices"].SHARDED_FROM = 0

@@ -176,7 +176,7 @@ def test_a_gpu_is_not_shared_by_an_old_nccl():
 
 
 NOT_REACHED = {
-    "engines/torch/same_code/settings.py checksum": "the tensors of a pretended GPU are on the CPU",
+    "engines/torch/same_model/settings.py checksum": "tensors of a pretended GPU are on the CPU",
 }
 """Where conditions are that no program here reaches, and why."""
 

@@ -3,6 +3,7 @@
 Each case compares with the same on one device, in float64.
 """
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -77,12 +78,10 @@ def everything(folder):
     """fit, evaluate, predict and the calls on one batch, on all devices and after a release."""
     model = compared()
     lockstep.release(model)
-    model.save(folder / "model.keras")
+    file = folder / f"model-{os.getpid()}.keras"  # the model of each process is its own again
+    model.save(file)
     x, _ = data()
-    assert_equal(
-        model.predict(x, verbose=0),
-        keras.saving.load_model(folder / "model.keras").predict(x, verbose=0),
-    )
+    assert_equal(model.predict(x, verbose=0), keras.saving.load_model(file).predict(x, verbose=0))
 
 
 def sharded(folder):

@@ -13,6 +13,7 @@ from lockstep.errors import (
     LayoutConflict,
     UnsplitBatchWarning,
 )
+from tests.agreement import values
 from tests.conformance.common import assert_same, data
 
 
@@ -25,10 +26,6 @@ def model():
     made.add(layers.Dense(2))
     made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
     return made
-
-
-def values(made):
-    return [keras.ops.convert_to_numpy(v) for v in [*made.variables, *made.optimizer.variables]]
 
 
 def fit(made, **kwargs):

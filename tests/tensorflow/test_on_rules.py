@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import ops
 
 from lockstep.engines.rowwise import RULES, function_refused
-from lockstep.engines.tensorflow.exchange.programs import ScratchGraph
+from lockstep.engines.tensorflow.steps.scratch_graph import ScratchGraph
 
 ROWS = 6
 KERNEL = np.random.default_rng(1).normal(size=(4, 3)).astype("float32")

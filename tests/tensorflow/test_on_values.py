@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers, losses, metrics, ops
 
 import lockstep
-from lockstep.engines.tensorflow.exchange.replicas import Replica
+from lockstep.engines.tensorflow.exchange.replicas import TracedReplica
 from lockstep.errors import UnsplitBatchWarning
 from tests.conformance.common import assert_same
 from tests.replicas.losses_by_rows import *  # noqa: F403
@@ -70,8 +70,8 @@ def test_outputs_are_gathered_where_somebody_uses_them(loss, metric, gathers, mo
         noted.set_shape(whole.shape)
         return tf.custom_gradient(lambda w: (noted, lambda gradient: gradient))(whole)
 
-    plain = Replica.gather_replicated
-    monkeypatch.setattr(Replica, "gather_replicated", watched)
+    plain = TracedReplica.gather_replicated
+    monkeypatch.setattr(TracedReplica, "gather_replicated", watched)
     made = lockstep.distribute(steps_model(loss, metric), devices=2)
     made.evaluate(*words(), batch_size=ROWS, verbose=0)
     assert bool(asked) == bool(gathers)

@@ -6,6 +6,3 @@ Importing this module changes the process. The processes of a pool follow it.
 from lockstep.keras_compat import compute_in_float64
 
 compute_in_float64()
-
-BOUND = 1e-10
-"""The largest difference between two runs of at most 100 steps."""

@@ -18,7 +18,7 @@ from keras import layers
 
 import lockstep
 from lockstep.errors import DeviceError, DeviceNotFound, WorkerDied
-from tests.torch.agreement import assert_equal, both, values
+from tests.agreement import assert_equal, both, values
 from tests.torch.test_on_failures import workers
 
 QUIET = {"verbose": 0, "shuffle": False}

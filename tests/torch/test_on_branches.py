@@ -14,6 +14,7 @@ from lockstep.attach.attachment import attach, session_of
 from lockstep.engines.torch.branches import branch_session
 from lockstep.errors import UnsupportedBackend, UnsupportedModel
 from lockstep.processes import process_group
+from tests.agreement import BOUND
 from tests.every_backend.branch_models import (
     chain,
     config_in,
@@ -23,7 +24,6 @@ from tests.every_backend.branch_models import (
     two_branches,
     two_branches_apart,
 )
-from tests.torch.double import BOUND
 from tests.torch.simulated_gpus import simulated_gpus
 
 GPUS = ("gpu:0", "gpu:1", "gpu:2")

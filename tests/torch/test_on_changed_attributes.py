@@ -11,8 +11,8 @@ import pytest
 import torch
 from keras import layers, ops
 
+from tests.agreement import assert_equal, both
 from tests.tiers import further
-from tests.torch.agreement import assert_equal, both
 
 X = np.random.default_rng(0).normal(size=(20, 4))
 Y = np.random.default_rng(1).normal(size=(20, 2))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.engines.torch.same_code.settings import flattened, sums_along_sides
+from lockstep.engines.torch.same_model.settings import flattened, sums_along_sides
 
 TYPES = "float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool", "complex64"
 

@@ -20,8 +20,8 @@ import lockstep
 from lockstep.engines.torch.ranks import pool
 from lockstep.engines.torch.steps import steps
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
+from tests.agreement import assert_equal, both, values
 from tests.tiers import further
-from tests.torch.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False}
 

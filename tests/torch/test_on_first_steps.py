@@ -8,9 +8,9 @@ import pytest
 from keras import layers
 
 import lockstep
+from tests.agreement import assert_equal, both
 from tests.replicas.first_steps import *  # noqa: F403
 from tests.replicas.first_steps import DEVICES, ROWS, assert_found, data, model_of
-from tests.torch.agreement import assert_equal, both
 
 
 @pytest.mark.filterwarnings("ignore:On PyTorch every device runs 'faulty'")

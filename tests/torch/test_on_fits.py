@@ -9,9 +9,9 @@ import torch
 from keras import layers
 
 import lockstep
-from lockstep.engines.torch.same_code.code_state import SetCode, patches
-from lockstep.engines.torch.same_code.model_pickle import dump, load
-from tests.torch.agreement import assert_equal, both, values
+from lockstep.engines.torch.same_model.code_state import SetCode, patches
+from lockstep.engines.torch.same_model.model_pickle import dump, load
+from tests.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False}
 

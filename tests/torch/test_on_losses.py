@@ -8,9 +8,9 @@ from keras import layers, losses, ops
 import lockstep
 from lockstep.engines.torch.exchange.group import RankGroup
 from lockstep.errors import UnsplitBatchWarning
+from tests.agreement import assert_equal, both
 from tests.replicas.losses_by_rows import *  # noqa: F403
 from tests.replicas.losses_by_rows import ROWS, WORDS, gathered, leaves, steps_model, words
-from tests.torch.agreement import assert_equal, both
 
 MANY_WORDS, STEPS = 300, 8
 

@@ -17,9 +17,9 @@ from keras import layers, ops
 from lockstep.core.patched import patched
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import compiled_metrics
+from tests.agreement import assert_equal, both
 from tests.replicas.losses_by_rows import leaves
 from tests.tiers import every, further
-from tests.torch.agreement import assert_equal, both
 
 LATE = 9
 """Calls after which a function changes: later than the calls of any proof or check."""

@@ -15,9 +15,9 @@ from lockstep.attach.attachment import session_of
 from lockstep.engines.torch.steps import steps
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import added_losses
+from tests.agreement import assert_equal, both, values
 from tests.conformance.test_micro_batches import Own, Stop
 from tests.tiers import further
-from tests.torch.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False, "batch_size": 9}
 

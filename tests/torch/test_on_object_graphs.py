@@ -16,7 +16,7 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.torch.ranks import step_runner
-from lockstep.engines.torch.same_code.model_pickle import dump
+from lockstep.engines.torch.same_model.model_pickle import dump
 
 SCRIPT = """
 import functools

@@ -15,7 +15,7 @@ import lockstep
 from lockstep.attach.attachment import attachment_of
 from lockstep.engines.torch.steps import whole_batch_steps
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel, WorkerDied
-from tests.torch.agreement import assert_equal, both
+from tests.agreement import assert_equal, both
 
 QUIET = {"verbose": 0, "shuffle": False}
 SHARED = pytest.mark.filterwarnings("error::lockstep.errors.UnsplitBatchWarning")

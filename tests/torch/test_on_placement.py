@@ -6,7 +6,7 @@ import torch
 
 from lockstep.engines.torch.exchange import accelerators, placement
 from lockstep.engines.torch.exchange.placement import check_placement, copies_on, torch_device_of
-from lockstep.engines.torch.same_code.settings import (
+from lockstep.engines.torch.same_model.settings import (
     apply_settings,
     current_settings,
     full_precision,

@@ -14,8 +14,8 @@ from lockstep.engines.replicas import rows_of_losses
 from lockstep.engines.torch.first_step import row_proofs
 from lockstep.engines.torch.ranks import step_plans
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
+from tests.agreement import assert_equal, both
 from tests.tiers import every, further, rest
-from tests.torch.agreement import assert_equal, both
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 

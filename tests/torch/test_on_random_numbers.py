@@ -14,11 +14,11 @@ from numpy.random import random_sample
 
 import lockstep
 from lockstep.engines.torch.ranks import pool
-from lockstep.engines.torch.same_code.generators import set_state, state_of
+from lockstep.engines.torch.same_model.generators import set_state, state_of
 from lockstep.engines.torch.steps.replica import RandomStreams
 from lockstep.errors import ProcessesDisagree
+from tests.agreement import assert_equal, both
 from tests.tiers import further
-from tests.torch.agreement import assert_equal, both
 
 pytestmark = pytest.mark.filterwarnings("ignore::lockstep.errors.UnsplitBatchWarning")
 

@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 import lockstep
 from lockstep.core.rank_waits import ANSWER, CALL, GATHER, NOTHING, parted
-from lockstep.engines.replicas.repeated_checks import Steps
+from lockstep.engines.replicas.repeated_checks import StepCounts
 from lockstep.engines.replicas.sketches import is_about_to_overflow
 from lockstep.errors import ProcessesDisagree, UnsplitBatchWarning, UnsupportedModel
+from tests.agreement import assert_equal, both
 from tests.precision import floats
 from tests.tiers import further
 from tests.torch import outside_state
-from tests.torch.agreement import assert_equal, both
 
 OPTIONS = {"batch_size": 6, "shuffle": False, "verbose": 0}
 NUMBERS = np.random.default_rng(0)
@@ -189,7 +189,7 @@ def test_code_of_the_user_that_runs_whole_is_not_said_to_be_exact():
 
 
 def test_a_long_loop_is_compared_again_and_again():
-    steps = Steps(call="train_on_batch", calls=1)
+    steps = StepCounts(call="train_on_batch", calls=1)
     due = []
     for steps.number in range(1, 1100):
         due += [steps.number] if steps.are_due() else []

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.engines.torch.exchange.group import RankGroup
 from lockstep.errors import UnsupportedModel
-from tests.torch.agreement import assert_equal, both
+from tests.agreement import assert_equal, both
 
 
 class Doubled(torch.autograd.Function):

@@ -24,9 +24,9 @@ from lockstep.engines.torch.ranks.pool_peers import PoolPeers
 from lockstep.engines.torch.sharded.sharded_variables import ShardedVariable, Shards, is_sharded
 from lockstep.errors import LayoutConflict, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import stored_value
+from tests.agreement import assert_equal, both
 from tests.processes.common import script
 from tests.tiers import further, rest
-from tests.torch.agreement import assert_equal, both
 from tests.torch.test_on_failures import failing
 
 

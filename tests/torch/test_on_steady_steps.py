@@ -13,7 +13,7 @@ from keras import layers
 import lockstep
 from lockstep.engines.torch.exchange import group
 from lockstep.engines.torch.ranks import pool
-from lockstep.engines.torch.same_code import code_state
+from lockstep.engines.torch.same_model import code_state
 
 SOURCE = str(Path(lockstep.__file__).parent)
 

@@ -20,7 +20,7 @@ from lockstep.attach.attachment import session_of
 from lockstep.engines.torch.traced import gradients
 from lockstep.engines.torch.traced.trace import TracedStep
 from lockstep.errors import NotTracedWarning
-from tests.torch.agreement import assert_equal, both
+from tests.agreement import assert_equal, both
 
 X = np.random.default_rng(0).normal(size=(22, 4))
 Y = np.random.default_rng(1).normal(size=(22, 2))

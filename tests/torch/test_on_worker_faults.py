@@ -9,8 +9,8 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.torch.ranks import pool
+from tests.agreement import assert_equal, both, values
 from tests.tiers import every
-from tests.torch.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False, "batch_size": 5}
 

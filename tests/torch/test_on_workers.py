@@ -18,11 +18,11 @@ from lockstep.engines.torch.ranks.launcher_peers import LauncherPeers
 from lockstep.engines.torch.ranks.peers import NoPeers, Peers
 from lockstep.engines.torch.ranks.pool_peers import PoolPeers
 from lockstep.engines.torch.ranks.rank import Marked, Rank
-from lockstep.engines.torch.same_code.model_pickle import dump
+from lockstep.engines.torch.same_model.model_pickle import dump
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
+from tests.agreement import assert_equal, both, values
 from tests.tiers import every, further
 from tests.torch import script_settings
-from tests.torch.agreement import assert_equal, both, values
 
 QUIET = {"verbose": 0, "shuffle": False, "batch_size": 7}
 

@@ -9,13 +9,8 @@ import pytest
 
 import lockstep
 from lockstep.core import fit_lines
-from lockstep.core.fit_lines import (
-    arguments_of,
-    first_step_line,
-    fit_line,
-    replicated_words,
-    wants_words,
-)
+from lockstep.core.fit_arguments import arguments_of, wants_words
+from lockstep.core.fit_lines import first_step_line, fit_line, replicated_words
 from lockstep.core.layout import DataParallel
 from lockstep.engines import current_engine
 from lockstep.training import loop

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.engines.jax.introspection import profile
-from lockstep.engines.jax.introspection.profile import Profile
+from lockstep.engines.jax.introspection import measured_times
+from lockstep.engines.jax.introspection.measured_times import MeasuredTimes
 from lockstep.errors import UnusableData
 from lockstep.tools.batches import first_batches, for_fit, rows_of
 from lockstep.tools.bench import measurement
@@ -102,8 +102,10 @@ def found(keras, monkeypatch):
     made = model(keras)
     monkeypatch.setattr(made, "fit", lambda *args, **kwargs: None)
     monkeypatch.setattr(measurement, "StepClock", Clock)
-    worked = Profile(compute=22, communication=11)
-    monkeypatch.setattr(profile, "profiled", lambda *, devices: contextlib.nullcontext(worked))
+    worked = MeasuredTimes(compute=22, communication=11)
+    monkeypatch.setattr(
+        measured_times, "profiled", lambda *, devices: contextlib.nullcontext(worked)
+    )
     return measure(made, arrays(8), 1, steps=1, rounds=2, batch_size=None)
 
 
@@ -117,8 +119,8 @@ def test_the_profile_is_of_every_step(found):
 
 
 def test_a_profile_that_is_full_is_made_again_of_fewer_steps(keras, monkeypatch):
-    monkeypatch.setattr(profile, "_MOST_EVENTS", 2500)
-    clocks, full, real = [], [], profile.profiled
+    monkeypatch.setattr(measured_times, "_MOST_EVENTS", 2500)
+    clocks, full, real = [], [], measured_times.profiled
 
     class Clock(StepClock):
         def __init__(self, most, batches):
@@ -132,7 +134,7 @@ def test_a_profile_that_is_full_is_made_again_of_fewer_steps(keras, monkeypatch)
         full.append(found.full)
 
     monkeypatch.setattr(measurement, "StepClock", Clock)
-    monkeypatch.setattr(profile, "profiled", profiled)
+    monkeypatch.setattr(measured_times, "profiled", profiled)
     found = measure(model(keras), arrays(8 * 100), 2, steps=80, rounds=1, batch_size=8)
     assert clocks == [80, 80, 80, 8]
     assert full == [False, True, False]

@@ -19,14 +19,8 @@ from lockstep.checkpoint.callback import checkpoint_among
 from lockstep.core import micro_batches
 from lockstep.core.devices import Device
 from lockstep.core.engine import KINDS, Engine, Kind, Methods, Session
-from lockstep.core.fit_lines import (
-    Given,
-    arguments_of,
-    fit_line,
-    kinds_words,
-    replicated_words,
-    wants_words,
-)
+from lockstep.core.fit_arguments import Given, arguments_of, wants_words
+from lockstep.core.fit_lines import fit_line, kinds_words, replicated_words
 from lockstep.core.layout import Branches, DataParallel, Layout, both_layouts
 from lockstep.core.process_local import ProcessLocal
 from lockstep.core.state import named_variables, optimizers_of, rnn_states

@@ -4,7 +4,7 @@ from contextlib import suppress
 from typing import Any
 
 from lockstep.core.engine import Engine, Session
-from lockstep.core.fit_lines import Given, batch_size_of
+from lockstep.core.fit_arguments import Given, batch_size_of
 from lockstep.core.micro_batches import BACKENDS
 from lockstep.core.step_bytes import LayoutBytes, amount, layout_bytes
 from lockstep.errors import UnsupportedBackend

@@ -12,7 +12,7 @@ from lockstep.checkpoint import callback_states
 from lockstep.checkpoint.checkpoint_run import CheckpointRun, Settings
 from lockstep.checkpoint.fit_run import NO_OBSERVER, Observer
 from lockstep.core.files import path_text
-from lockstep.core.fit_lines import callbacks_in
+from lockstep.core.fit_arguments import callbacks_in
 from lockstep.errors import CheckpointError, UnsupportedBackend, UnsupportedModel
 from lockstep.processes import process_group
 

@@ -1,1 +1,1 @@
-"""What everything above stands on: the interface of an engine."""
+"""What all other packages use: the interface of an engine, and help that needs no framework."""

@@ -1,4 +1,4 @@
-"""Reads from the environment which process of how many this one is.
+"""Reads the rank of this process, and the number of processes, from the environment.
 
 Several launchers may have set their variables. The first of `_READERS` that did is followed, and
 the others must agree with it.

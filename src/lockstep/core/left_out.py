@@ -1,14 +1,14 @@
-"""Stands in a copy of a model for an attribute that cannot be sent to another process.
+"""A placeholder, in a copy of a model, for an attribute that cannot be sent to another process.
 
 A tokenizer, an open file or a lock may hang on a layer, and no step uses it. A copy of the model
-does without it. A use of it raises: the copy would not compute what the model computes.
+has a placeholder in its place. A use of it raises: the copy would not compute what the model does.
 """
 
 from typing import Any, ClassVar, NoReturn
 
 
 class LeftOutUsed(BaseException):
-    """Code of a copy has used an attribute that it does without.
+    """Code of a copy has used an attribute that was left out.
 
     It is no `Exception`, so that a `try` in the code of the user cannot hide it.
     """

@@ -1,4 +1,4 @@
-"""Which modules are the user's own: they are in no package that was installed."""
+"""Tells which modules are the user's own: those that are in no installed package."""
 
 import os
 import sysconfig

@@ -1,4 +1,4 @@
-"""Objects of Python's own that pickle refuses or takes by a wrong name, in a form that travels.
+"""Makes objects picklable that Python's pickle refuses, or finds under a wrong name.
 
 A script has them in globals, closures and classes: functions under the decorators of `functools`,
 weak references, locks that nobody holds. Their state in the other process is that of a new object:

@@ -1,4 +1,4 @@
-"""What a callback does, and what a loss or a metric has."""
+"""Private hooks of Keras's callbacks, and private attributes of its losses and metrics."""
 
 import operator
 import time

@@ -1,4 +1,4 @@
-"""Symbolic calls, draws, devices and classes."""
+"""Private parts of Keras around a call: symbolic calls, random numbers, devices, classes."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""What an adapter of data does."""
+"""Private attributes and methods of Keras's data adapters."""
 
 import itertools
 from collections.abc import Callable, Iterator

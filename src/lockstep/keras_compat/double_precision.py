@@ -1,4 +1,4 @@
-"""Double precision."""
+"""Lets Keras compute in float64 where its own code would choose float32."""
 
 import functools
 import importlib

@@ -153,7 +153,7 @@ PATCHES = (
         "TensorFlow 2.21.0",
     ),
     Patch(
-        "engines/tensorflow/exchange/programs.py: ScratchGraph.open",
+        "engines/tensorflow/steps/scratch_graph.py: ScratchGraph.open",
         ("tensorflow: gather",),
         _CONTEXT,
         "Layers of KerasHub call it on TensorFlow where they call `keras.ops` elsewhere.",

@@ -1,4 +1,4 @@
-"""The graph of a functional model."""
+"""Private parts of the graph of a functional model: its operations, nodes and inner graphs."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""What a layer has."""
+"""Private attributes and methods of Keras's layers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a variable has, and what an optimizer does."""
+"""Private attributes and methods of Keras's variables and optimizers."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Starts the processes of a run, and reads from the environment who started this one.
+"""Starts the processes of `lockstep run`, waits for them and starts them again.
 
 No module here imports a framework.
 """

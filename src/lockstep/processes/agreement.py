@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.errors import ProcessesDisagree, counted
 from lockstep.processes.call_scope import CALLS
-from lockstep.processes.coordination import Exchange, Word, digest, once
+from lockstep.processes.coordination import Word, WordExchange, digest, once
 from lockstep.processes.group import current
 from lockstep.processes.variable_drift import VariableDrift, sample
 
@@ -47,7 +47,7 @@ class DataCheck:
         self._whole = whole
         self.watched = False
         self.is_joined = False
-        self._exchange = Exchange()
+        self._exchange = WordExchange()
         self._assigned: VariableDrift | None = None
         self._taken = 0
         self._hash = _new_hash()

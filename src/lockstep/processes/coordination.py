@@ -32,7 +32,7 @@ _done: list[str] = []
 """Folders of words that every process has read when all processes reach a later exchange."""
 
 
-class Exchange:
+class WordExchange:
     """Exchange words: every process sends one word and gets the extremes of all.
 
     Every process makes the same exchanges, in the same order.
@@ -103,8 +103,8 @@ class Exchange:
 
 
 def once(word: Word, kind: str = "") -> tuple[Word, Word]:
-    """Exchange one word; see `Exchange`."""
-    exchange = Exchange(kind)
+    """Exchange one word; see `WordExchange`."""
+    exchange = WordExchange(kind)
     heard = exchange.send(word)
     exchange.close()
     return heard

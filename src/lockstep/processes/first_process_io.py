@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from lockstep.core.fit_lines import names_by_place
+from lockstep.core.fit_arguments import names_by_place
 from lockstep.keras_compat import io_utils
 from lockstep.keras_compat.foreign_patches import replaced
 from lockstep.processes.call_scope import CALLS

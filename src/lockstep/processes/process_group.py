@@ -10,13 +10,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.core.fit_lines import callbacks_in
+from lockstep.core.fit_arguments import callbacks_in
 from lockstep.core.state import variables_of
 from lockstep.errors import ProcessesDisagree, UnsupportedModel, counted
 from lockstep.processes.call_scope import CALLS
-from lockstep.processes.constants import constants_of
 from lockstep.processes.coordination import digest, once
 from lockstep.processes.group import current
+from lockstep.processes.normalization_constants import constants_of
 
 
 def several() -> bool:

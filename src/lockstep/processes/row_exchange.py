@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from lockstep.errors import ProcessesDisagree, UnusableData, counted
-from lockstep.processes.coordination import Exchange, digest
+from lockstep.processes.coordination import WordExchange, digest
 from lockstep.processes.group import current
 
 
@@ -193,7 +193,7 @@ class RowExchange:
     stays: Callable[[tuple[int, ...]], bool] | None = None
 
     def __init__(self, warn: Callable[[str], object] | None = None) -> None:
-        self._exchange = Exchange("own rows")
+        self._exchange = WordExchange("own rows")
         self._forms: dict[str, Form] = {}
         self._sent: set[str] = set()
         self._is_first = warn is not None

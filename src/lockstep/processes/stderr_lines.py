@@ -1,4 +1,4 @@
-"""Leaves lines out of what C++ writes to the standard error of this process."""
+"""Filters lines out of what C++ writes to the standard error of this process."""
 
 import os
 import threading

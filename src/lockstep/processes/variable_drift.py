@@ -12,9 +12,9 @@ import numpy as np
 
 from lockstep.core.state import variables_of
 from lockstep.processes import process_group
-from lockstep.processes.constants import constants_of
 from lockstep.processes.coordination import digest, once
 from lockstep.processes.group import current
+from lockstep.processes.normalization_constants import constants_of
 
 _BYTES = 1 << 16
 """The number of bytes compared of a larger array, sampled from all over it."""

@@ -250,7 +250,7 @@ CAUSE_OF_WRONG_PAIRS = (
     "devices is wrong."
 )
 
-Exchange = Callable[[Any, str, str], tuple[Any, Any]]
+CopyAndSum = Callable[[Any, str, str], tuple[Any, Any]]
 """Copies integers from one device to another, and sums what both hold.
 
 It is given an array of the host and the names of two devices, and returns the copy and the sum as
@@ -258,7 +258,7 @@ the second device has them, as arrays of the host.
 """
 
 
-def wrong_pairs(exchange: Exchange, devices: Sequence[str], values: int = VALUES) -> list[str]:
+def wrong_pairs(exchange: CopyAndSum, devices: Sequence[str], values: int = VALUES) -> list[str]:
     """Copy and sum patterns of bits between every pair of devices, in both directions.
 
     The results are compared bit for bit with those of the host.
@@ -319,7 +319,7 @@ def check_devices(engine: "Engine", *, rehearsed: bool) -> tuple[list[str], str]
     return found, said
 
 
-def _flipping(exchange: Exchange, source: str, target: str) -> Exchange:
+def _flipping(exchange: CopyAndSum, source: str, target: str) -> CopyAndSum:
     """Return an exchange that flips one bit of what it copies between two devices."""
 
     def flipped(values: Any, one: str, other: str) -> tuple[Any, Any]:

@@ -74,7 +74,7 @@ def predict(
 
     from lockstep.attach.attachment import attachment_of
     from lockstep.checkpoint.prediction_folder import PredictionFolder
-    from lockstep.core.fit_lines import callbacks_in
+    from lockstep.core.fit_arguments import callbacks_in
     from lockstep.core.process_local import ProcessLocal
     from lockstep.keras_compat import trainer_class
     from lockstep.processes.process_group import several

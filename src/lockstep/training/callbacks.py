@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from lockstep.checkpoint.callback import Checkpoint
-from lockstep.core.fit_lines import callbacks_in
+from lockstep.core.fit_arguments import callbacks_in
 from lockstep.core.own_code import is_own
 from lockstep.keras_compat import (
     counted_without_drawing,

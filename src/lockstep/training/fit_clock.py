@@ -53,7 +53,7 @@ NO_CLOCK = Clock()
 
 
 @dataclass(slots=True)
-class Steps:
+class StepTimes:
     """The executions of one kind of steps in a `fit`. Times are in seconds.
 
     A first execution is one that compiles, or that may. The devices are idle before a sample
@@ -164,7 +164,7 @@ class FitClock(Clock):
     def __init__(self) -> None:
         self.parts: Times = defaultdict(float)
         self.callbacks: Times = defaultdict(float)
-        self.ran = {TRAIN.name: Steps(), TEST.name: Steps()}
+        self.ran = {TRAIN.name: StepTimes(), TEST.name: StepTimes()}
         self.is_data_seen = True
         self.adapter: Any = None
         self.platform = ""

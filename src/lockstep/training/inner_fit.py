@@ -12,7 +12,7 @@ from types import CellType
 from typing import Any
 
 from lockstep.checkpoint.callback import checkpoint_among
-from lockstep.core.fit_lines import arguments_of
+from lockstep.core.fit_arguments import arguments_of
 from lockstep.core.process_local import ProcessLocal
 from lockstep.keras_compat import trainer_class
 from lockstep.training.profile import observed_fit, profile_among

@@ -14,19 +14,19 @@ import numpy as np
 from lockstep.checkpoint.fingerprint import config_of, first_difference
 from lockstep.checkpoint.prediction_folder import SUFFIX, PredictionFolder, positions_in
 from lockstep.core.engine import Session
-from lockstep.core.fit_lines import callbacks_in
+from lockstep.core.fit_arguments import callbacks_in
 from lockstep.core.state import named_variables, to_host
 from lockstep.errors import PredictionFileError, UnsupportedModel, counted
 from lockstep.keras_compat import layers_in, seed_generators
-from lockstep.processes.coordination import Exchange, digest, once
+from lockstep.processes.coordination import WordExchange, digest, once
 from lockstep.processes.group import current
 from lockstep.processes.own_rows import brings_own_rows
 from lockstep.processes.process_group import is_first, several
 from lockstep.processes.row_exchange import Counts
 
 SECONDS, _SHARE = 10.0, 30
-"""Seconds between two notes of the position: a kill costs the work since the last one. They are
-this many times as long as a note takes, if that is longer."""
+"""Seconds between two saves of the position: a kill costs the work since the last one. If a save is
+slow, the next one waits at least `_SHARE` times as long as it took."""
 
 
 class RowsInMemory:
@@ -291,7 +291,7 @@ class RowsIntoFiles(RowsToFunction):
     def _newest_of_all(self, left: dict[str, Any] | None) -> int | None:
         """Return the number of the newest position of this process that all processes have."""
         mine = [each["position"][0] for each in positions_in(left)] if left is not None else []
-        exchange = Exchange("notes")
+        exchange = WordExchange("notes")
         every = exchange.gather(mine)
         exchange.close()
         common = set(mine).intersection(*every)

@@ -12,7 +12,7 @@ import keras
 from lockstep.checkpoint.callback import fit_scope
 from lockstep.core.engine import TRAIN
 from lockstep.core.files import path_text, replacing
-from lockstep.core.fit_lines import callbacks_in
+from lockstep.core.fit_arguments import callbacks_in
 from lockstep.errors import LockstepWarning, ProfileError, UnsupportedModel, first_line, shown
 from lockstep.keras_compat import (
     ArrayDataAdapter,

@@ -111,7 +111,7 @@ def _cpus() -> list[jax.Device]:
 
 
 def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
-    """Copy integers from one device to another, and sum them over both; see `doctor.Exchange`."""
+    """Copy integers from one device to another, and sum them over both; see `doctor.CopyAndSum`."""
     pair = find((source, target))
     copy = jax.device_put(jax.device_put(values, pair[0]), pair[1])
     mesh = jax.sharding.Mesh(np.array(pair), ("devices",))

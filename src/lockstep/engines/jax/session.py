@@ -27,7 +27,8 @@ from lockstep.core.engine import (
     Session,
     Snapshot,
 )
-from lockstep.core.fit_lines import arguments_of, not_compiled_words, sharded_words
+from lockstep.core.fit_arguments import arguments_of
+from lockstep.core.fit_lines import not_compiled_words, sharded_words
 from lockstep.core.layout import Branches, Layout
 from lockstep.core.state import named_variables, rnn_states, variables_of
 from lockstep.engines.jax import devices as jax_devices
@@ -89,8 +90,9 @@ from lockstep.keras_compat import (
     layout_of,
     state_sync_name,
 )
-from lockstep.processes import constants, process_group
+from lockstep.processes import process_group
 from lockstep.processes.first_process_io import methods_of_all_processes
+from lockstep.processes.normalization_constants import constants_of
 from lockstep.processes.own_rows import brings_own_rows
 from lockstep.processes.variable_drift import VariableDrift
 from lockstep.training.call_guard import STEPPING
@@ -173,7 +175,7 @@ class JaxSession(Session):
         if self._several:
             new = [v for v in variables if self not in holders_of(v)]
             if new or first:
-                fixed = constants.constants_of(self.model) if new else []
+                fixed = constants_of(self.model) if new else []
                 process_group.share_variables([*new, *fixed])
         for variable in variables:
             holders_of(variable).add(self)

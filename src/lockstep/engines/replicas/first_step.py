@@ -29,10 +29,10 @@ from lockstep.engines.replicas.sketches import (
     OUTPUT,
     STATE,
     Bounds,
-    Difference,
+    Mismatch,
     Sketches,
     bounds_for,
-    difference,
+    first_mismatch,
     has_entries,
     has_rank,
     is_about_to_overflow,
@@ -269,10 +269,11 @@ def compare(
     *,
     repeated: bool = False,
     by_all: bool = False,
-) -> Difference | None:
-    """Return in what one device parts from itself, or several from one; `None` if they agree.
+) -> Mismatch | None:
+    """Return the first place where one device disagrees with itself, or several devices with one.
 
-    Several devices run in any case: each process of a launcher is one, and all take part.
+    `None` means that they agree. Several devices run in any case: each process of a launcher is
+    one, and all take part.
 
     A gradient that differs on some rows and not on others is that of a kink. Code that fails on a
     few rows is compared on all, unless one device may not run these at once.
@@ -325,8 +326,8 @@ def compare(
 
 def agreed(
     data: Any, alone: Callable[[Any], Recording], several: Recording, bounds: Bounds
-) -> Difference | None:
-    """Return in what a step on all rows parts from one device, `None` if they agree.
+) -> Mismatch | None:
+    """Return the first place where a step on all rows disagrees with one device; `None` for none.
 
     What rounding moves as far is no fault; see `compare`.
 
@@ -337,7 +338,7 @@ def agreed(
         bounds: How far they may be apart.
     """
     one, others = alone(data).sketches(), several.sketches()
-    found = difference(one, [others], 1, bounds)
+    found = first_mismatch(one, [others], 1, bounds)
     if found is None:
         return None
     again, near = alone(data).sketches(), alone(_rounded_otherwise(data)).sketches()
@@ -367,18 +368,18 @@ def _parted(
     several: list[Sketches],
     rows: int,
     bounds: Bounds,
-) -> Difference | None:
-    """Return in what one device parts from itself, or several from one; `None` if they agree."""
+) -> Mismatch | None:
+    """Return the first place where one device disagrees with itself, or several with one."""
     one = steady(one, again, bounds)
-    if (of_one := difference(one, [again], rows, bounds)) is not None:
+    if (of_one := first_mismatch(one, [again], rows, bounds)) is not None:
         return replace(of_one, is_of_one=True)
     if near is not None and is_about_to_overflow(one):
         return None  # squares overflow on some devices alone
-    return difference(one, several, rows, bounds, near)
+    return first_mismatch(one, several, rows, bounds, near)
 
 
 def distrusted_part(
-    found: Difference,
+    found: Mismatch,
     model: Any,
     parts: list[Any],
     distrusted: dict[int, str],
@@ -421,7 +422,7 @@ def distrusted_part(
     return None
 
 
-def check_declared_losses(found: Difference, model: Any) -> None:
+def check_declared_losses(found: Mismatch, model: Any) -> None:
     """Raise if a loss or metric was declared to work row by row.
 
     Raises:
@@ -438,7 +439,7 @@ def check_declared_losses(found: Difference, model: Any) -> None:
 
 
 class FirstSteps:
-    """Which first steps of one model were compared, and what followed from it.
+    """Which first steps of a model have been compared, and with what result.
 
     Attributes:
         alone: Why one device runs steps alone, by their kind.
@@ -484,8 +485,8 @@ class FirstSteps:
     def settle(
         self,
         kind: str,
-        find: Callable[[], Difference | None],
-        distrust: Callable[[Difference], str | None],
+        find: Callable[[], Mismatch | None],
+        distrust: Callable[[Mismatch], str | None],
     ) -> None:
         """Compare a first step until all devices agree with one, or else let one run it alone.
 

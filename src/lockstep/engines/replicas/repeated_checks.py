@@ -6,7 +6,7 @@ compared again. The intervals double up to a bound, so that a long call compares
 
 from dataclasses import dataclass
 
-from lockstep.engines.replicas.sketches import Difference
+from lockstep.engines.replicas.sketches import Mismatch
 from lockstep.errors import ProcessesDisagree
 
 _KINDS = {
@@ -24,8 +24,8 @@ _MOST_BETWEEN = 256
 
 
 @dataclass
-class Steps:
-    """The steps of one kind.
+class StepCounts:
+    """How many steps of one kind there were, and which of them agreed.
 
     Attributes:
         call: The name of the call.
@@ -57,7 +57,7 @@ class RepeatedChecks:
     """
 
     def __init__(self) -> None:
-        self.steps = {kind: Steps() for kind in _KINDS.values()}
+        self.steps = {kind: StepCounts() for kind in _KINDS.values()}
 
     def begin_call(self, name: str) -> None:
         """Note that a method of the model is called; calls on one batch after another are one."""
@@ -67,7 +67,7 @@ class RepeatedChecks:
         if name != steps.call or not name.endswith("on_batch"):
             steps.call, steps.calls, steps.number, steps.agreed = name, steps.calls + 1, 0, 0
 
-    def error(self, kind: str, model: str, found: Difference, *, after: bool) -> ProcessesDisagree:
+    def error(self, kind: str, model: str, found: Mismatch, *, after: bool) -> ProcessesDisagree:
         """Return the error for a step that several devices compute differently from one.
 
         Args:

@@ -94,15 +94,15 @@ def bounds_for(model: Any, dtypes: Iterable[str]) -> Bounds:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The first thing in which several devices part from one.
+class Mismatch:
+    """The first thing in which several devices differ from one.
 
     Attributes:
         kind: `OUTPUT`, `LOG`, `GRADIENT` or `STATE`.
         name: The path of the layer or variable, or the name of the log.
         distance: The largest distance, relative to the size of what was compared.
         layer: The number of the layer in `watched`, of an output.
-        is_of_one: Whether one device has parted from itself.
+        is_of_one: Whether two runs of one device differ.
     """
 
     kind: str
@@ -119,14 +119,14 @@ class Difference:
         )
 
 
-def difference(
+def first_mismatch(
     one: Sketches,
     several: list[Sketches],
     rows: int,
     bounds: Bounds,
     near: Sketches | None = None,
-) -> Difference | None:
-    """Return the first thing in which several devices part from one, `None` if they agree.
+) -> Mismatch | None:
+    """Return the first thing in which several devices differ from one, `None` if they agree.
 
     Args:
         one: What one device has computed.
@@ -134,8 +134,8 @@ def difference(
             One of them has everything else.
         rows: The rows of the batch.
         bounds: How far they may be apart.
-        near: What one device has computed with inputs that are rounded otherwise: several may part
-            from one a few times as far.
+        near: What one device has computed with inputs that are rounded otherwise: several may
+            differ from one a few times as much.
     """
     near = near or {}
     shards = shard_rows(rows, len(several))
@@ -145,23 +145,23 @@ def difference(
             found = _distance_of_rows(one[name], own, rows, shard, bounds.value, moved)
             if found > 1:
                 number, _, path = _path(name).partition("/")
-                return Difference(OUTPUT, path, found * bounds.value, int(number))
+                return Mismatch(OUTPUT, path, found * bounds.value, int(number))
     first = max(several, key=len)
     for name in _of(LOG, one):
         found = _distance(one[name], first.get(name), 10 * bounds.value, near=near.get(name))
         if found > 1:
-            return Difference(LOG, _path(name), found * 10 * bounds.value)
+            return Mismatch(LOG, _path(name), found * 10 * bounds.value)
     names = _of(GRADIENT, one)
     size = float(np.sqrt(sum(np.nansum(one[name][:, 0] ** 2) for name in names)))
     for name in names:
         more, moved = bounds.of_all * size, near.get(name)
         found = _distance(one[name], first.get(name), bounds.gradient, more, near=moved)
         if found > 1:
-            return Difference(GRADIENT, _path(name), found * bounds.gradient)
+            return Mismatch(GRADIENT, _path(name), found * bounds.gradient)
     for name in _of(STATE, one):
         found = _distance(one[name], first.get(name), bounds.value, near=near.get(name))
         if found > 1:
-            return Difference(STATE, _path(name), found * bounds.value)
+            return Mismatch(STATE, _path(name), found * bounds.value)
     return None
 
 

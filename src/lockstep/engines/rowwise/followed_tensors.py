@@ -2,7 +2,7 @@
 
 While a layer is followed, its code sees symbolic tensors. Keras's code has to know that they are
 symbolic, and a user's code must not: a branch on it would not be the branch that runs. So these
-tensors look at who asks. What they cannot answer refuses the layer.
+tensors look at who asks. A question that they cannot answer means that the layer is refused.
 """
 
 import sys

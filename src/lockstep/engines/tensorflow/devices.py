@@ -76,7 +76,7 @@ def _kind(platform: str, number: int) -> str:
 
 
 def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
-    """Copy integers from one device to another, and sum them over both; see `doctor.Exchange`."""
+    """Copy integers from one device to another, and sum them over both; see `doctor.CopyAndSum`."""
     with tf.device(source):
         given = tf.identity(tf.constant(values))
     with tf.device(target):

@@ -8,7 +8,7 @@ from lockstep.core.engine import Engine
 from lockstep.core.environment import Place
 from lockstep.core.layout import Layout
 from lockstep.engines.tensorflow import devices as tensorflow_devices
-from lockstep.engines.tensorflow.first_step.probe import TensorFlowProbe
+from lockstep.engines.tensorflow.first_step.verify_probe import TensorFlowProbe
 from lockstep.engines.tensorflow.session import TensorFlowSession
 from lockstep.errors import UnsupportedBackend
 

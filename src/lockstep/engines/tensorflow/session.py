@@ -49,7 +49,7 @@ from lockstep.engines.replicas.first_step import (
     states_of,
 )
 from lockstep.engines.replicas.object_states import ObjectStates
-from lockstep.engines.replicas.sketches import GRADIENT, LOG, Difference
+from lockstep.engines.replicas.sketches import GRADIENT, LOG, Mismatch
 from lockstep.engines.tensorflow.branches.branch_steps import BranchSteps
 from lockstep.engines.tensorflow.branches.placed_variables import PlacedVariables
 from lockstep.engines.tensorflow.exchange.mirrored_variables import (
@@ -58,7 +58,6 @@ from lockstep.engines.tensorflow.exchange.mirrored_variables import (
     is_mirrored,
     mirrored_variables,
 )
-from lockstep.engines.tensorflow.exchange.programs import eager_variable_scope
 from lockstep.engines.tensorflow.exchange.replica_consistency import (
     ReplicasDiffer,
     assertions_in_words,
@@ -71,6 +70,7 @@ from lockstep.engines.tensorflow.first_step.first_step import (
 )
 from lockstep.engines.tensorflow.steps.split_checks import why_custom
 from lockstep.engines.tensorflow.steps.steps import Steps
+from lockstep.engines.tensorflow.tensorflow_compat import eager_variable_scope
 from lockstep.errors import LayoutConflict, UnsupportedModel, UnusableData
 from lockstep.keras_compat import (
     STRATEGY,
@@ -182,7 +182,7 @@ class TensorFlowSession(Session):
                 with assertions_in_words():
                     outputs = [step(batch) for batch in batches]
             except ReplicasDiffer as found:
-                self.steps.give_up("predict", str(found))
+                self.steps.run_alone_as_replicas_differ("predict", str(found))
                 step = self._predict_function()
                 outputs = [step(batch) for batch in batches]
             if len(outputs) == 1:
@@ -236,7 +236,7 @@ class TensorFlowSession(Session):
                     outputs = function(iterator if batches is None else iter(batches))
             except ReplicasDiffer as found:  # raised by the trace, before anything runs
                 self._before_trace.put_back()  # what the code has counted while it was traced
-                self.steps.give_up(name, str(found))
+                self.steps.run_alone_as_replicas_differ(name, str(found))
                 function = self._function(name, step)
                 outputs = function(iterator if batches is None else iter(batches))
             STATUS_OF_PROCESS.stepped()
@@ -294,7 +294,7 @@ class TensorFlowSession(Session):
             with assertions_in_words():
                 return recorded(step, some, len(self.devices))
 
-        def distrust(found: Difference) -> str | None:
+        def distrust(found: Mismatch) -> str | None:
             if is_custom:
                 layers = layers_in(model)
                 return distrusted_part(

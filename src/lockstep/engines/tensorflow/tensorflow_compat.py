@@ -8,6 +8,8 @@ Raises:
     UnsupportedFramework: If this TensorFlow is too old, is a mix of two packages, or lacks a name.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -68,3 +70,24 @@ for _owner, _names in ATTRIBUTES:
     for _name in _names.split():
         if not hasattr(_owner, _name):
             raise _lacking(f"{_owner!r} has no {_name}")
+
+
+@contextmanager
+def eager_variable_scope() -> Iterator[None]:
+    """Keep a failed trace from spoiling the variable scope of the process.
+
+    `tf.scan`, `tf.foldl` and `tf.foldr` set a caching device on this scope and leave it there if
+    they raise. TensorFlow can then assign no mirrored variable: with eager execution there is no
+    caching device.
+    """
+    _forget_caching_device()
+    try:
+        yield
+    finally:
+        _forget_caching_device()
+
+
+def _forget_caching_device() -> None:
+    # tensorflow/python/ops/variable_scope.py, VariableScope.set_caching_device
+    if tf.executing_eagerly():
+        get_variable_scope()._caching_device = None

@@ -57,7 +57,7 @@ def make_virtual(count: int) -> None:
 
 
 def exchanged(values: Any, source: str, target: str) -> tuple[Any, Any]:
-    """Copy integers from one device to another, and sum them over both; see `doctor.Exchange`.
+    """Copy integers from one device to another, and sum them over both; see `doctor.CopyAndSum`.
 
     The sum is computed in this process. NCCL between the processes of a pool is not tried.
     """

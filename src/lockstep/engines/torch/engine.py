@@ -9,7 +9,7 @@ from lockstep.core.environment import Place
 from lockstep.core.layout import Branches, Layout
 from lockstep.engines.torch import devices as torch_devices
 from lockstep.engines.torch.branches.branch_session import BranchSession
-from lockstep.engines.torch.first_step.probe import TorchProbe
+from lockstep.engines.torch.first_step.verify_probe import TorchProbe
 from lockstep.engines.torch.ranks.launcher_group import devices_of_all, join, joined
 from lockstep.engines.torch.session import SplitSession, TorchSession
 from lockstep.engines.torch.sharded.sharded_variables import made_on_host

@@ -203,7 +203,7 @@ def _profiled(backend: str, *, devices: bool) -> AbstractContextManager[Any]:
     """
     if backend != "jax":
         return nullcontext()
-    from lockstep.engines.jax.introspection.profile import profiled
+    from lockstep.engines.jax.introspection.measured_times import profiled
 
     return profiled(devices=devices)
 

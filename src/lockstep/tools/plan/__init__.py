@@ -2,30 +2,21 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from lockstep.engines import current_engine
 from lockstep.errors import (
     DeviceError,
     TargetNotFound,
-    UnsupportedBackend,
     UnusableData,
     shown,
 )
 
 if TYPE_CHECKING:
     from lockstep.tools.plan.memory_plan import MemoryPlan
-    from lockstep.tools.plan.temporaries import Request
 
-EXACT = "The bytes of weights, slots, gradients and the batch are exact."
 MIXED, MIXED_FLOAT16 = "mixed_bfloat16", "mixed_float16"
 """The policy of the rows that `mixed_precision` adds, and that on a GPU without bfloat16."""
-SENT = (
-    "Sent: gradients and weights, by a ring. Statistics of batch norm, the loss and metrics are "
-    "not included."
-)
 
 
 def plan(
@@ -98,6 +89,7 @@ def plan(
     from lockstep.tools.batches import count_from_one
     from lockstep.tools.plan.gpus import COMPILED_FROM, capability_of, gpu_named, has_bfloat16
     from lockstep.tools.plan.memory_plan import parse_memory
+    from lockstep.tools.plan.policy_plan import plan_of_policy
     from lockstep.tools.plan.temporaries import Request
 
     is_there = isinstance(model, keras.Model)
@@ -166,12 +158,12 @@ def plan(
         remarks.append("XLA compiles no step for it today: the peak is an estimate.")
         target = None
     asked = Request(counts, batch_size, size, bytes_of_memory, target, find_largest_batch, say)
-    found = _plan(model, data, asked)
+    found = plan_of_policy(model, data, asked)
     if mixed_precision:
         before = keras.config.dtype_policy()
         keras.config.set_dtype_policy(mixed_policy)
         try:
-            mixed = _plan(model, data, replace(asked, policy=mixed_policy))
+            mixed = plan_of_policy(model, data, replace(asked, policy=mixed_policy))
         finally:
             keras.config.set_dtype_policy(before)
         found = found.with_rows_of(mixed)
@@ -180,100 +172,3 @@ def plan(
 
 def _are_numbers(data: Sequence[Any]) -> bool:
     return bool(data) and all(isinstance(each, int) for each in data)
-
-
-def _plan(target: Any, data: Any, asked: "Request") -> "MemoryPlan":
-    """Return the plan for one dtype policy; see `plan`."""
-    import keras
-
-    from lockstep.attach.attachment import session_of
-    from lockstep.core.fit_lines import not_compiled_words
-    from lockstep.core.state import optimizers_of
-    from lockstep.core.step_bytes import LayoutBytes, layout_bytes
-    from lockstep.keras_compat import layers_not_compiled
-    from lockstep.tools.plan.abstract_model import abstract_model, arrays_of, built_model
-    from lockstep.tools.plan.memory_plan import MemoryPlan
-    from lockstep.tools.plan.temporaries import (
-        compiled_temporaries,
-        estimated_temporaries,
-        largest_batch,
-        with_micro_batches,
-    )
-    from lockstep.tools.targets import call_target
-
-    engine = current_engine()
-    if isinstance(target, keras.Model):
-        if session_of(target) is not None:
-            raise UnusableData(
-                f"{target.name!r} is distributed, and a plan needs the model on one device.\n"
-                "Call lockstep.release(model) first, or give a function that builds it."
-            )
-        model, name, has_targets = target, target.name, data is not None
-        batch = built_model(model, data, name, asked.batch_size)
-    else:
-        name = target if isinstance(target, str) else getattr(target, "__name__", "build")
-        function = partial(call_target, target) if isinstance(target, str) else target
-        model, batch, has_targets = abstract_model(function, name, asked.batch_size, data)
-        if session_of(model) is not None:
-            raise UnusableData(
-                f"{name} distributes {model.name!r}, and a plan needs the model on one device.\n"
-                "Return it before lockstep.distribute."
-            )
-    notes = [SENT]
-    if not has_targets:
-        gives = "was given" if model is target else "returns"
-        notes.append(f"{name} {gives} no data: the batch is that of the inputs, without targets.")
-    others = [each for each, optimizer in optimizers_of(model) if optimizer is not model.optimizer]
-    if others:
-        notes.append(f"The slots of {', '.join(others)} are not counted: a step makes them.")
-    if engine.name == "jax" and not model.run_eagerly and (layers := layers_not_compiled(model)):
-        notes.append(f"On JAX {not_compiled_words(layers)}: it may need more.")
-    layouts: list[tuple[int, Any]] = [(count, None) for count in asked.counts]
-    try:
-        dims = [(n, engine.sharded_dims(model, n)) for n in asked.counts]
-        layouts += [each for each in dims if each[0] > 1]
-    except UnsupportedBackend as error:
-        notes.append(f"{engine.name} has no sharded state. {str(error).splitlines()[1]}")
-    arrays = arrays_of(batch if has_targets else batch[0])
-    layouts.sort(key=lambda each: each[0])
-    memory, dims_of = asked.memory, [dims for _, dims in layouts]
-    again = _gathers_again(engine.name, inf if memory is None else memory)
-
-    def pairs() -> list[tuple[LayoutBytes, Any]]:
-        return list(zip(found, dims_of, strict=True))
-
-    found = [layout_bytes(model, arrays, count, dims, again) for count, dims in layouts]
-    if asked.gpu is None:
-        found, words = estimated_temporaries(engine, model, batch, pairs(), target, asked)
-    else:
-        found, words = compiled_temporaries(engine, model, batch, pairs(), asked)
-    if memory is not None:
-        found, more = with_micro_batches(engine, model, batch, pairs(), asked)
-        notes += more
-    if asked.find_largest_batch and asked.gpu and memory:
-        rows = [largest_batch(engine, model, batch, each, asked) for each in found]
-        found = [replace(each, largest_batch=n) for each, n in zip(found, rows, strict=True)]
-    gpu, size = asked.gpu, asked.micro_batch_size
-    return MemoryPlan(
-        name=model.name,
-        backend=engine.name,
-        parameters=model.count_params(),
-        batch_size=max((shape[0] for shape, _ in arrays if shape), default=0),
-        micro_batch_size=size,
-        layouts=tuple([replace(each, policy=asked.policy) for each in found]),
-        memory=memory,
-        gpu=None if gpu is None else gpu["device_description_str"],
-        notes=(EXACT, *words, *notes),
-    )
-
-
-def _gathers_again(backend: str, memory: float) -> Callable[[int], bool]:
-    """Return a function: whether weights of so many bytes are gathered again on JAX.
-
-    The other engines keep them from the forward pass, or never have them all at once.
-    """
-    if backend != "jax":
-        return lambda size: False
-    from lockstep.engines.jax.steps.gather_again import would_gather_again
-
-    return partial(would_gather_again, memory=memory)

@@ -83,8 +83,8 @@ class Request:
         return memory if self.gpu is None else FULL * memory
 
 
-class TracedSteps:
-    """The temporaries of a training step on shapes, from its traces.
+class StepTraces:
+    """The traces of a training step on shapes, and its temporaries.
 
     Args:
         engine: The engine.
@@ -155,7 +155,7 @@ def estimated_temporaries(
     plain = [layout for layout, _ in layouts]
     try:
         try:
-            steps = TracedSteps(engine, model, batch)
+            steps = StepTraces(engine, model, batch)
         except UnsupportedBackend:
             _check_portable(model, engine.name)
             label = f"Activations are as compiled by JAX. {engine.name} may need more."
@@ -209,7 +209,7 @@ def with_micro_batches(
     if not any(_may_fit_in_parts(each, asked) for each in plain):
         return plain, []
     try:
-        steps = TracedSteps(engine, model, batch)
+        steps = StepTraces(engine, model, batch)
         return [
             _with_micro_batch(steps, partial(_compiled_peak, engine, model, batch), batch, *pair)
             for pair in ((layout, dims, asked) for layout, dims in layouts)
@@ -227,7 +227,7 @@ def _may_fit_in_parts(layout: LayoutBytes, asked: Request) -> bool:
 
 
 def _with_micro_batch(
-    steps: TracedSteps,
+    steps: StepTraces,
     compiled_peak: Callable[..., int],
     batch: Any,
     layout: LayoutBytes,

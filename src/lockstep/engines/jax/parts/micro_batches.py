@@ -17,7 +17,7 @@ import keras
 from lockstep.core import micro_batches as refused
 from lockstep.core.devices import micro_batches
 from lockstep.core.engine import TRAIN, Kind
-from lockstep.core.fit_lines import arguments_of
+from lockstep.core.fit_arguments import arguments_of
 from lockstep.engines.jax.parts.call_in_parts import Call, prove, run_in_parts
 from lockstep.engines.jax.parts.first_rows import compare_first_rows
 from lockstep.engines.jax.parts.loss_values import (

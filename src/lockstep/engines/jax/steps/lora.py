@@ -42,7 +42,7 @@ def with_lora_by_factors(model: Any, step: Callable[..., Any]) -> Callable[..., 
 
 
 class TracedAnew:
-    """A function in the place of a method of a layer or model.
+    """A function that replaces a method of a layer or model.
 
     `jax.checkpoint` finds the trace of a function by its hash, with the values of variables that
     the function has read. A method is another object each time that it is read, and is traced anew.

@@ -11,8 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.engines.tensorflow.exchange.programs import calls_of
 from lockstep.engines.tensorflow.exchange.replica_consistency import ReplicasDiffer
+from lockstep.engines.tensorflow.exchange.traced_operations import calls_of
 
 _SCOPE = "lockstep_own_rows"
 

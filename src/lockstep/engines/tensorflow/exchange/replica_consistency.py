@@ -9,13 +9,13 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.tensorflow.exchange.mirrored_variables import MirroredVariables, shared_seeds
-from lockstep.engines.tensorflow.exchange.programs import (
+from lockstep.engines.tensorflow.exchange.tensor_metadata import mask_and_logits
+from lockstep.engines.tensorflow.exchange.traced_operations import (
     every_operation,
     has_own_gradient,
     is_repeatable,
     program_of,
 )
-from lockstep.engines.tensorflow.exchange.tensor_metadata import mask_and_logits
 from lockstep.errors import UnsupportedModel
 
 

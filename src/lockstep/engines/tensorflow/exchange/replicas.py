@@ -29,7 +29,7 @@ from lockstep.engines.tensorflow.tensorflow_compat import distribute_lib
 from lockstep.keras_compat import global_state, losses_with_ids, put_losses_with_ids
 
 
-class Shards:
+class RowShards:
     """The rows of one global batch that each replica has; the last shards may be empty.
 
     Some kernels fail on empty tensors. So a replica with an empty shard runs one row of
@@ -69,7 +69,7 @@ class Shards:
             return value[start : start + self.sizes[replica]]
 
 
-class Replica:
+class TracedReplica:
     """One replica while it runs a step.
 
     Attributes:
@@ -78,7 +78,7 @@ class Replica:
         part: The global section it is in; `None` while it works on its own rows.
     """
 
-    def __init__(self, index: int, shards: Shards, team: "ReplicaGroup", context: Any) -> None:
+    def __init__(self, index: int, shards: RowShards, team: "ReplicaGroup", context: Any) -> None:
         self.index = index
         self.shards = shards
         self.part: GlobalSection | None = None
@@ -347,7 +347,7 @@ class ReplicaGroup:
         self._here = threading.local()
         self.program = Program(copies)
 
-    def run(self, step: Callable[[Replica], Any], shards: Shards) -> list[Any]:
+    def run(self, step: Callable[[TracedReplica], Any], shards: RowShards) -> list[Any]:
         """Return the result of `step` on each replica."""
         results: list[Any] = [None] * self.size
         carried = _thread_state()
@@ -357,7 +357,7 @@ class ReplicaGroup:
             # tensorflow/python/distribute/distribute_lib.py: the number as a Python int
             # while tracing. The public attribute is a tensor.
             index = int(context._replica_id)
-            replica = self._here.replica = Replica(index, shards, self, context)
+            replica = self._here.replica = TracedReplica(index, shards, self, context)
             _tracker().__dict__.update(carried)
             self.enter(index)
             with _mode(None):
@@ -372,17 +372,17 @@ class ReplicaGroup:
             self._set_losses(before)
         return results
 
-    def current(self) -> Replica | None:
+    def current(self) -> TracedReplica | None:
         """Return the replica of this thread, or `None` inside a global section."""
-        replica: Replica | None = getattr(self._here, "replica", None)
+        replica: TracedReplica | None = getattr(self._here, "replica", None)
         return None if replica is None or replica.part is not None else replica
 
-    def current_in_global_part(self) -> Replica | None:
+    def current_in_global_part(self) -> TracedReplica | None:
         """Return the replica of this thread inside a global section, else `None`.
 
         Also return `None` inside a function that is traced in the section.
         """
-        replica: Replica | None = getattr(self._here, "replica", None)
+        replica: TracedReplica | None = getattr(self._here, "replica", None)
         part = None if replica is None else replica.part
         return replica if part is not None and part.is_at_top() else None
 

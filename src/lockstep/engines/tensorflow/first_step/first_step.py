@@ -21,7 +21,7 @@ from lockstep.engines.replicas.first_step import (
 )
 from lockstep.engines.replicas.sketches import Sketches
 from lockstep.engines.tensorflow.exchange.mirrored_variables import mirrored_variables, shared_seeds
-from lockstep.engines.tensorflow.exchange.programs import eager_variable_scope
+from lockstep.engines.tensorflow.tensorflow_compat import eager_variable_scope
 from lockstep.keras_compat import stored_value
 from lockstep.training.probe_helpers import calls_watched
 

@@ -16,19 +16,19 @@ import tensorflow as tf
 
 from lockstep.core.patched import patched
 from lockstep.engines.rowwise import LOOKS_AT_ROWS, call_refused
-from lockstep.engines.tensorflow.exchange.programs import (
-    ScratchGraph,
-    every_operation,
-    has_own_gradient,
-)
 from lockstep.engines.tensorflow.exchange.replica_consistency import (
     ReplicasDiffer,
     looks_up_weights,
     tensors_in,
 )
-from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup, Shards
+from lockstep.engines.tensorflow.exchange.replicas import ReplicaGroup, RowShards, TracedReplica
 from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows, remade, signature
-from lockstep.engines.tensorflow.steps.layers import Plan
+from lockstep.engines.tensorflow.exchange.traced_operations import (
+    every_operation,
+    has_own_gradient,
+)
+from lockstep.engines.tensorflow.steps.layers import ReplicaPlan
+from lockstep.engines.tensorflow.steps.scratch_graph import ScratchGraph
 from lockstep.keras_compat import (
     added_losses,
     layers_in,
@@ -81,7 +81,7 @@ class CustomStep:
         data = keras.tree.map_structure(_with_hidden_rows, data)
         rows = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and leaf.shape.rank]
 
-        def on_replica(replica: Replica) -> Any:
+        def on_replica(replica: TracedReplica) -> Any:
             given = (data, replica.shards.rows)
             # Gradients are checked where a tape computes them, and an optimizer has none.
             with replica.globally(self._name, given, shares=True, last=True) as part:
@@ -95,12 +95,14 @@ class CustomStep:
         splitting = [(layer, "call", self._splitting(layer)) for layer in layers]
         try:
             with (
-                Plan.of_all(layers).in_force(self._team),
+                ReplicaPlan.of_all(layers).in_force(self._team),
                 patched(splitting),
                 self._summing(),
                 self._watching(),
             ):
-                outputs = self._team.run(on_replica, Shards(tf.shape(rows[0])[0], self._team.size))
+                outputs = self._team.run(
+                    on_replica, RowShards(tf.shape(rows[0])[0], self._team.size)
+                )
         except ReplicasDiffer:
             raise
         except Exception as error:  # the step runs on one device then, and may raise it again
@@ -165,7 +167,13 @@ class CustomStep:
                 vars(layer)["call"] = call
 
     def _split(
-        self, replica: Replica, layer: Any, call: Call, args: Any, kwargs: Any, leaves: list[Any]
+        self,
+        replica: TracedReplica,
+        layer: Any,
+        call: Call,
+        args: Any,
+        kwargs: Any,
+        leaves: list[Any],
     ) -> Any:
         what = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
         before = {id(loss) for inner in layers_in(layer) for loss in added_losses(inner)}
@@ -180,7 +188,7 @@ class CustomStep:
             same = [tf.debugging.assert_equal(tf.shape(x)[0], rows, words) for x in leaves[1:]]
             with tf.control_dependencies(same):
                 rows = tf.identity(rows)
-            replica.shards = Shards(rows, self._team.size)
+            replica.shards = RowShards(rows, self._team.size)
             try:
                 args, kwargs = keras.tree.map_structure(
                     lambda x: remade(x, replica.rows_with_shared_gradient) if _has_rows(x) else x,
@@ -259,7 +267,7 @@ class CustomStep:
         with replaced([(tf.GradientTape, name, method) for name, method in methods.items()]):
             yield
 
-    def _check(self, replica: Replica, tape: Any) -> None:
+    def _check(self, replica: TracedReplica, tape: Any) -> None:
         """Raise if the gradients of replicas would not sum up to those of the global batch."""
         if any(end is None for _, _, end in self._tapes().values()):
             raise ReplicasDiffer(f"{self._name} takes a gradient inside a tape")
@@ -277,7 +285,7 @@ class CustomStep:
         return tapes
 
 
-def _position(replica: Replica) -> int:
+def _position(replica: TracedReplica) -> int:
     """Return the number of operations in the section of a replica."""
     assert replica.part is not None
     replica.part.pause()

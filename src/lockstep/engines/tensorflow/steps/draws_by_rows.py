@@ -14,7 +14,7 @@ import tensorflow as tf
 from lockstep.core.patched import patched
 from lockstep.engines.tensorflow.exchange.lookup_gradients import own_rows
 from lockstep.engines.tensorflow.exchange.replica_consistency import ReplicasDiffer
-from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup
+from lockstep.engines.tensorflow.exchange.replicas import ReplicaGroup, TracedReplica
 from lockstep.engines.tensorflow.tensorflow_compat import (
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
@@ -85,7 +85,7 @@ def _by_rows(name: str, plain: Callable[..., Any], team: ReplicaGroup) -> Callab
     return draw
 
 
-def _place_of(replica: Replica, shape: Any) -> tuple[Any, Any, Any]:
+def _place_of(replica: TracedReplica, shape: Any) -> tuple[Any, Any, Any]:
     """Return the place of a replica's numbers, how many they are, and how many all are.
 
     Args:

@@ -27,8 +27,8 @@ from lockstep.keras_compat import (
 )
 
 
-class Plan(LayerPlan):
-    """Runs each layer of a model as its `LayerPlan` says."""
+class ReplicaPlan(LayerPlan):
+    """Runs each layer of a model in a replica as its `LayerPlan` says."""
 
     @contextmanager
     def in_force(self, team: ReplicaGroup, rows: int | None = None) -> Iterator[None]:

@@ -19,10 +19,10 @@ from lockstep.engines.replicas.rows_of_losses import (
     why_whole,
     wrapped_function,
 )
-from lockstep.engines.tensorflow.exchange.programs import ScratchGraph
 from lockstep.engines.tensorflow.exchange.replica_consistency import tensors_in
-from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup
+from lockstep.engines.tensorflow.exchange.replicas import ReplicaGroup, TracedReplica
 from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows, remade, signature
+from lockstep.engines.tensorflow.steps.scratch_graph import ScratchGraph
 from lockstep.keras_compat import METRIC_FUNCTION
 
 
@@ -44,7 +44,7 @@ class LossSharding:
         self._own: dict[int, tuple[Any, Any]] = {}
         self._reasons: dict[tuple[Any, ...], str | None] = {}
 
-    def gather(self, replica: Replica, output: Any, what: str) -> Any:
+    def gather(self, replica: TracedReplica, output: Any, what: str) -> Any:
         """All-gather an output of the model, with its Keras mask and logits."""
 
         def gathered(part: Any) -> Any:
@@ -106,7 +106,7 @@ class LossSharding:
 
     def _of_all_rows(
         self,
-        replica: Replica,
+        replica: TracedReplica,
         owner: Any,
         function: Any,
         options: dict[str, Any],

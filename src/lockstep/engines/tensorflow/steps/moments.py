@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup
+from lockstep.engines.tensorflow.exchange.replicas import ReplicaGroup, TracedReplica
 from lockstep.keras_compat import MOMENTS, reduction_axes
 
 
@@ -29,7 +29,7 @@ def moments_over(layer: Any, team: ReplicaGroup) -> Callable[[Any, Any], tuple[A
     return moments
 
 
-def _moments(layer: Any, replica: Replica, inputs: Any, mask: Any) -> tuple[Any, Any]:
+def _moments(layer: Any, replica: TracedReplica, inputs: Any, mask: Any) -> tuple[Any, Any]:
     axes = reduction_axes(layer)
     what = f"what goes into {layer.name!r}"
     inputs = replica.true_rows(inputs, what)

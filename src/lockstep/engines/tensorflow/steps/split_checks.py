@@ -6,12 +6,12 @@ import keras
 import tensorflow as tf
 
 from lockstep.engines.rowwise import Reasons, is_in_float8
-from lockstep.engines.tensorflow.steps.layers import Plan
+from lockstep.engines.tensorflow.steps.layers import ReplicaPlan
 from lockstep.keras_compat import layers_in
 from lockstep.training.overrides import is_keras
 
 
-def unsplit_reason(model: Any, plan: Plan, reasons: Reasons, data: Any) -> str | None:
+def unsplit_reason(model: Any, plan: ReplicaPlan, reasons: Reasons, data: Any) -> str | None:
     """Return why one device has to run global batches alone, `None` if they can be split.
 
     Replicas can split a step only if lockstep knows all its operations. A user's own code

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup
+from lockstep.engines.tensorflow.exchange.replicas import ReplicaGroup, TracedReplica
 from lockstep.errors import counted
 
 
@@ -67,6 +67,6 @@ class _ByRows:
             value = tf.concat(replica.exchange(true), axis=0)
         self._state.assign(value)
 
-    def _replica(self) -> Replica | None:
-        replica: Replica | None = getattr(self._here, "replica", None)
+    def _replica(self) -> TracedReplica | None:
+        replica: TracedReplica | None = getattr(self._here, "replica", None)
         return replica

@@ -21,16 +21,16 @@ from lockstep.engines.replicas.first_step import PARTED, UNTRIED, known_of_alone
 from lockstep.engines.replicas.layer_plan import advice_for
 from lockstep.engines.rowwise import Reasons, refused
 from lockstep.engines.tensorflow.exchange.mirrored_variables import MirroredVariables, outdated
-from lockstep.engines.tensorflow.exchange.programs import ScratchGraph
 from lockstep.engines.tensorflow.exchange.replica_consistency import (
     ReplicasDiffer,
     looks_up_weights,
 )
-from lockstep.engines.tensorflow.exchange.replicas import Replica, ReplicaGroup, Shards
+from lockstep.engines.tensorflow.exchange.replicas import ReplicaGroup, RowShards, TracedReplica
 from lockstep.engines.tensorflow.exchange.tensor_metadata import known_rows
 from lockstep.engines.tensorflow.steps.custom_steps import CustomStep
-from lockstep.engines.tensorflow.steps.layers import Plan
+from lockstep.engines.tensorflow.steps.layers import ReplicaPlan
 from lockstep.engines.tensorflow.steps.loss_sharding import LossSharding
+from lockstep.engines.tensorflow.steps.scratch_graph import ScratchGraph
 from lockstep.engines.tensorflow.steps.split_checks import unsplit_reason, why_custom
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import added_losses, layers_in, loss_of, loss_tracker, takes_training
@@ -43,7 +43,7 @@ class Steps:
     Attributes:
         choices: `LossSharding.choices` of the step that was traced last.
         distrusted: Why parts of the model run on the global batch although they were proven, by
-            their number in `Plan.parts`: they gave other numbers in a first step.
+            their number in `ReplicaPlan.parts`: they gave other numbers in a first step.
         distrusted_layers: The same for layers in steps of the user's own, by their number in
             `layers_in`.
         losses_by_rows: Whether a loss or metric that works row by row takes its own rows.
@@ -90,15 +90,15 @@ class Steps:
         """Run this step on the first device alone from now on; `reason` goes into a warning."""
         self._not_alike[f"{step}_step"] = reason
 
-    def give_up(self, step: str, found: str) -> None:
-        """Run a step alone in which the replicas would not do the same, as was found."""
+    def run_alone_as_replicas_differ(self, step: str, found: str) -> None:
+        """Run this step alone, as the replicas would not do the same; `found` says where."""
         # keras/src/utils/traceback_utils.py, inject_argument_info_in_traceback, wraps an
         # error message from a layer's call in bold, once for each enclosing layer.
         found = found.split("\x1b[1m")[-1].split("\x1b[0m")[0]
         self.run_alone(step, f"{PARTED}: {found}")
 
     def try_again(self, step: str) -> None:
-        """Undo `give_up`: the model may be compiled differently by now."""
+        """Undo `run_alone_as_replicas_differ`: the model may be compiled differently by now."""
         self._not_alike.pop(f"{step}_step", None)
 
     def makes_variables(self, step: str) -> bool:
@@ -120,9 +120,9 @@ class Steps:
             self._began[f"{step}_step"] = False
         return again
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReplicaPlan:
         """Return a plan with the parts of the model in their order."""
-        return Plan(self._model)
+        return ReplicaPlan(self._model)
 
     def on_first_device(self, step: str, data: Any) -> Any:
         """Run Keras's own step on the first device, and return its logs or predictions."""
@@ -212,9 +212,9 @@ class Steps:
             self._warn_of_whole(own.whole)
         return outputs
 
-    def _plan(self, data: Any, *, training: bool) -> tuple[Plan, Reasons]:
+    def _plan(self, data: Any, *, training: bool) -> tuple[ReplicaPlan, Reasons]:
         """Return the plan of the step being traced, and why some layers are not split."""
-        parts = Plan(self._model).candidates
+        parts = ReplicaPlan(self._model).candidates
         reasons: Reasons = {}
         if parts:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -227,7 +227,7 @@ class Steps:
             finally:
                 self._copies.take_off()
         proven = [number for number, part in enumerate(parts) if id(part) not in reasons]
-        plan = Plan(self._model, proven, distrusted=self.distrusted)
+        plan = ReplicaPlan(self._model, proven, distrusted=self.distrusted)
         found = {id(plan.parts[number]): reason for number, reason in self.distrusted.items()}
         return plan, found | reasons
 
@@ -251,7 +251,7 @@ class Steps:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
 
-        def step(replica: Replica) -> Any:
+        def step(replica: TracedReplica) -> Any:
             with tf.GradientTape() as tape:
                 y_pred = self._outputs(replica, values, rows_of[replica.index], training=True)
                 loss = self._loss(replica, x, y, y_pred, sample_weight, training=True)
@@ -277,7 +277,7 @@ class Steps:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
 
-        def step(replica: Replica) -> Any:
+        def step(replica: TracedReplica) -> Any:
             y_pred = self._outputs(replica, values, rows_of[replica.index], training=False)
             self._loss(replica, x, y, y_pred, sample_weight, training=False)
             with replica.globally("one of its metrics", y_pred, last=True):
@@ -289,7 +289,7 @@ class Steps:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         shards, rows_of = _split(x, team.size)
 
-        def step(replica: Replica) -> Any:
+        def step(replica: TracedReplica) -> Any:
             outputs = self._forward(rows_of[replica.index], training=False)
             return keras.tree.map_structure(
                 lambda value: replica.true_rows(value, self._output_name()), outputs
@@ -311,7 +311,7 @@ class Steps:
 
         with watch(whole) as seen:
 
-            def step(replica: Replica) -> Any:
+            def step(replica: TracedReplica) -> Any:
                 with tf.GradientTape() as tape:
                     y_pred = self._outputs(replica, values, rows_of[replica.index], training=True)
                     loss = self._loss(replica, x, y, y_pred, sample_weight, training=True)
@@ -326,14 +326,23 @@ class Steps:
             return self._model(x, training=training)
         return self._model(x)
 
-    def _outputs(self, replica: Replica, values: LossSharding, x: Any, *, training: bool) -> Any:
+    def _outputs(
+        self, replica: TracedReplica, values: LossSharding, x: Any, *, training: bool
+    ) -> Any:
         """Return the model's outputs for the global batch, with their masks."""
         what = self._output_name()
         outputs = self._forward(x, training=training)
         return keras.tree.map_structure(lambda own: values.gather(replica, own, what), outputs)
 
     def _loss(
-        self, replica: Replica, x: Any, y: Any, y_pred: Any, sample_weight: Any, *, training: bool
+        self,
+        replica: TracedReplica,
+        x: Any,
+        y: Any,
+        y_pred: Any,
+        sample_weight: Any,
+        *,
+        training: bool,
     ) -> Any:
         model = self._model
         losses = [loss for layer in layers_in(model) for loss in added_losses(layer)]
@@ -399,7 +408,7 @@ class Steps:
         )
 
 
-def _split(x: Any, replicas: int) -> tuple[Shards, list[Any]]:
+def _split(x: Any, replicas: int) -> tuple[RowShards, list[Any]]:
     """Return the shards of these inputs, and the inputs of each replica."""
     # The split runs on the host, so that a device receives only its shard.
     with tf.device("CPU:0"):
@@ -418,7 +427,7 @@ def _split(x: Any, replicas: int) -> tuple[Shards, list[Any]]:
             # The placeholder hides the number of rows from the tracer. Then only tensors of
             # rows have an unknown first dim.
             hidden = tf.compat.v1.placeholder_with_default(tf.identity(rows), shape=())
-            shards = Shards(hidden, replicas)
+            shards = RowShards(hidden, replicas)
 
         def of(replica: int) -> Any:
             return keras.tree.map_structure(

@@ -254,7 +254,7 @@ OTHER_CODE = (
 
 
 class LoneRank(RankGroup):
-    """The group of a rank that has no other ones: it exchanges nothing."""
+    """The group of a single rank: it exchanges nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.compares = self._aborted = self._by_nccl = False

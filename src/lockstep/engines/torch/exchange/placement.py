@@ -1,4 +1,4 @@
-"""The PyTorch device of a rank, and copies of tensors: moved there, or saved and put back.
+"""The PyTorch device of a rank, and copies of tensors: on that device, or to restore them.
 
 Keras makes its tensors on PyTorch's current device. So each process has one current device.
 """
@@ -145,7 +145,7 @@ def version_of(tensor: Any) -> Any:
 
 
 class Undo:
-    """Puts back the tensors that a step has changed which was tried, interrupted, or has failed.
+    """Restores the tensors that a step changed, after a trial, an interruption or a failure.
 
     Args:
         tensors: The tensors.

@@ -9,9 +9,9 @@ import keras
 from lockstep.engines.replicas.first_step import states_of
 from lockstep.engines.replicas.object_states import held_in_words
 from lockstep.engines.rowwise import refused
-from lockstep.engines.torch.same_code.model_copy import copy_of
-from lockstep.engines.torch.same_code.model_pickle import Dumped, dump
-from lockstep.engines.torch.steps.layers import Plan, ReasonsByNumber
+from lockstep.engines.torch.same_model.model_copy import copy_of
+from lockstep.engines.torch.same_model.model_pickle import Dumped, dump
+from lockstep.engines.torch.steps.layers import ReasonsByNumber, ReplicaPlan
 from lockstep.engines.torch.steps.scratch import Scratch
 from lockstep.errors import UnsupportedModel
 
@@ -46,7 +46,7 @@ class RowProofs:
         form = f"{keras.tree.map_structure(_form, x)} {draws_together}"
         if not unchecked and form in self._found:
             return self._found[form]
-        self.count = count = len(Plan(self._model).candidates)
+        self.count = count = len(ReplicaPlan(self._model).candidates)
         if not count:
             if self._of_model:  # it had some before
                 self._of_model, self._found = b"", {}
@@ -65,7 +65,7 @@ class RowProofs:
 
 
 def _reasons(model: Any, x: Any, draws_together: bool) -> ReasonsByNumber:
-    parts = Plan(model).candidates
+    parts = ReplicaPlan(model).candidates
     states = states_of(model)  # functions have the globals of the model itself
     if states.fixed:
         return dict.fromkeys(range(len(parts)), held_in_words(states))

@@ -8,22 +8,22 @@ from dataclasses import astuple
 from typing import Any
 
 from lockstep.core.state import variables_of
-from lockstep.engines.replicas.sketches import Difference
+from lockstep.engines.replicas.sketches import Mismatch
 from lockstep.engines.torch.exchange.group import PeerLost
 from lockstep.engines.torch.ranks.launcher_group import TorchGroup, devices_of_all
 from lockstep.engines.torch.ranks.peers import Peers, dropped_part
 from lockstep.engines.torch.ranks.rank import Rank
-from lockstep.engines.torch.same_code.model_pickle import Dumped
-from lockstep.engines.torch.same_code.settings import checksum
+from lockstep.engines.torch.same_model.model_pickle import Dumped
+from lockstep.engines.torch.same_model.settings import checksum
 from lockstep.engines.torch.sharded.sharded_variables import is_sharded
 from lockstep.engines.torch.steps.replica import random_state
 from lockstep.engines.torch.traced.rank_traces import TraceAnswer
 from lockstep.errors import ProcessesDisagree, UnsupportedModel
 from lockstep.keras_compat import stored_value
 from lockstep.processes.agreement import DataCheck
-from lockstep.processes.constants import constants_of
 from lockstep.processes.coordination import digest, lost_connection_error, once
 from lockstep.processes.first_process_io import methods_of_all_processes
+from lockstep.processes.normalization_constants import constants_of
 from lockstep.processes.process_group import check_alike, share_variables
 from lockstep.processes.reads_of_all import ReadsOfFirst, agree_on_variable
 from lockstep.processes.variable_drift import VariableDrift
@@ -205,11 +205,11 @@ class LauncherPeers(Peers):
         # Each layer exchanges the weights that it reads.
         self._compares_exchanges = bool(self.rank.shards.variables)
 
-    def agreed_difference(self, found: Difference | None) -> Difference | None:
+    def agreed_difference(self, found: Mismatch | None) -> Mismatch | None:
         """Return the difference that some process has found, the same one in all processes."""
-        mine = found or Difference("", "", 0.0)
+        mine = found or Mismatch("", "", 0.0)
         _, (_, *greatest) = once([mine.is_of_one, *astuple(mine)])
-        return Difference(*greatest) if greatest[0] else None
+        return Mismatch(*greatest) if greatest[0] else None
 
     def agreed_reason(self, reason: str | None) -> str | None:
         """Return the reason of any process: a trace is made by all of them or by none."""

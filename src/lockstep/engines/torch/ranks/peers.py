@@ -12,7 +12,7 @@ import torch
 
 from lockstep.core.held_signals import HeldSignals
 from lockstep.core.state import variables_of
-from lockstep.engines.replicas.sketches import Difference
+from lockstep.engines.replicas.sketches import Mismatch
 from lockstep.engines.torch.exchange.group import LoneRank
 from lockstep.engines.torch.exchange.placement import check_placement
 from lockstep.engines.torch.ranks.rank import (
@@ -20,11 +20,11 @@ from lockstep.engines.torch.ranks.rank import (
     Arguments,
     Call,
     Marked,
+    PlanArguments,
     Question,
     Rank,
-    RankPlan,
 )
-from lockstep.engines.torch.same_code.model_pickle import Dumped
+from lockstep.engines.torch.same_model.model_pickle import Dumped
 from lockstep.engines.torch.sharded.sharded_variables import Shards, shards_in
 from lockstep.engines.torch.steps.replica import random_state
 from lockstep.engines.torch.traced.rank_traces import TraceAnswer
@@ -68,7 +68,7 @@ class Peers(ABC):
         self.times_sent = 0
         self.user_code_between_steps = True
         self._model = model
-        self._plan: RankPlan | None = None
+        self._plan: PlanArguments | None = None
 
     @abstractmethod
     def check_devices(self, devices: tuple[str, ...]) -> None:
@@ -161,7 +161,7 @@ class Peers(ABC):
                 self.rank.tensors, self.rank.generators = found.tensors, found.generators
         return unchecked
 
-    def share_plan(self, plan: RankPlan) -> None:
+    def share_plan(self, plan: PlanArguments) -> None:
         """Give every rank this plan."""
         if plan != self._plan:
             self.call(Rank.take_plan, plan)
@@ -252,7 +252,7 @@ class Peers(ABC):
         """Return what this process has assigned up to now, for the other processes."""
         return None
 
-    def agreed_difference(self, found: Difference | None) -> Difference | None:
+    def agreed_difference(self, found: Mismatch | None) -> Mismatch | None:
         """Return the difference that all processes act on."""
         return found
 

@@ -1,4 +1,4 @@
-"""The processes of the devices but the first: started early, once, and warm between calls."""
+"""The processes of all devices but the first: started once, and kept warm between calls."""
 
 import atexit
 import itertools
@@ -314,7 +314,7 @@ class Pool:
         if error is None:
             error = WorkerDied(
                 f"The process of {where} ended by an error that cannot be pickled:\n"
-                f"{text.strip().splitlines()[-1]}\nThe model stands as after the last step."
+                f"{text.strip().splitlines()[-1]}\nThe model is as the last completed step left it."
             )
         error.add_note(f"This error is from {where}, whose traceback is:\n{text.rstrip()}")
         return error
@@ -335,8 +335,8 @@ class Pool:
                 "seconds by a signal, and was killed (LOCKSTEP_PATIENCE sets the seconds)."
             )
         error = WorkerDied(
-            f"{what}\nThe model stands as after the last step. Call again to go on: the processes "
-            "are started anew."
+            f"{what}\nThe model is as the last completed step left it. Call again to go on: the "
+            "processes are started anew."
         )
         if said:
             error.add_note(f"Its last lines were:\n{said}")

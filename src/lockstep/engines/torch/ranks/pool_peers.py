@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from lockstep.core.held_signals import HeldSignals
-from lockstep.engines.replicas.sketches import bounds_for, difference
+from lockstep.engines.replicas.sketches import bounds_for, first_mismatch
 from lockstep.engines.torch.exchange.placement import check_placement, version_of
 from lockstep.engines.torch.ranks.peers import Peers, check_parts, dropped_part, uninterrupted
 from lockstep.engines.torch.ranks.pool import Lease, Pool
-from lockstep.engines.torch.ranks.rank import Marked, Rank, RankPlan
-from lockstep.engines.torch.same_code.code_state import CodeReads
-from lockstep.engines.torch.same_code.generators import state_of
-from lockstep.engines.torch.same_code.model_pickle import Dumped
-from lockstep.engines.torch.same_code.settings import checksum, current_settings
+from lockstep.engines.torch.ranks.rank import Marked, PlanArguments, Rank
+from lockstep.engines.torch.same_model.code_state import CodeReads
+from lockstep.engines.torch.same_model.generators import state_of
+from lockstep.engines.torch.same_model.model_pickle import Dumped
+from lockstep.engines.torch.same_model.settings import checksum, current_settings
 from lockstep.engines.torch.steps.layers import parts_of
 from lockstep.errors import ProcessesDisagree, UnsupportedModel, WorkerDied
 from lockstep.keras_compat import (
@@ -229,7 +229,7 @@ class PoolPeers(Peers):
                     "import, or call lockstep.release(model)."
                 )
 
-    def share_plan(self, plan: RankPlan) -> None:
+    def share_plan(self, plan: PlanArguments) -> None:
         """Give every rank this plan. With another one they exchange other tensors."""
         if plan != self._plan:
             self._exchanged = set()
@@ -333,7 +333,7 @@ class PoolPeers(Peers):
             mine, *every = self.ask(Rank.sketched, differ)
             bounds = bounds_for(self._model, ())
             for rank, theirs in enumerate(every, 1):
-                found = difference(mine, [theirs], 1, bounds)
+                found = first_mismatch(mine, [theirs], 1, bounds)
                 if found is not None:
                     path = paths[id(tensors[int(found.name)])]
                     raise ProcessesDisagree(

@@ -13,10 +13,10 @@ from lockstep.engines.replicas.sketches import Sketches
 from lockstep.engines.torch.exchange.group import PeerLost, RankGroup
 from lockstep.engines.torch.exchange.placement import Undo, copies_on
 from lockstep.engines.torch.first_step.first_step import recorded_step, sketched, unchanged_tensors
-from lockstep.engines.torch.same_code.generators import GLOBAL, set_state
-from lockstep.engines.torch.same_code.settings import checksum
+from lockstep.engines.torch.same_model.generators import GLOBAL, set_state
+from lockstep.engines.torch.same_model.settings import checksum
 from lockstep.engines.torch.sharded.sharded_variables import Shards
-from lockstep.engines.torch.steps.layers import Plan
+from lockstep.engines.torch.steps.layers import ReplicaPlan
 from lockstep.engines.torch.steps.loss_sharding import LossSharding
 from lockstep.engines.torch.steps.replica import (
     Draws,
@@ -33,9 +33,10 @@ from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import layers_in, own_trainable_variables
 from lockstep.training.overrides import is_keras
 
-RankPlan = tuple[tuple[int, ...], tuple[int, ...], bool, int | None]
-"""Which candidates of a `LayerPlan` are proven, which parts are distrusted although they are,
-whether losses and metrics may take the rows of each rank, and the micro-batch size."""
+PlanArguments = tuple[tuple[int, ...], tuple[int, ...], bool, int | None]
+"""What each rank makes the `ReplicaPlan` of a step from: which candidates are proven, which parts
+are distrusted although they are, whether losses and metrics may take the rows of each rank, and
+the micro-batch size."""
 
 
 Arguments = ParamSpec("Arguments")
@@ -110,7 +111,7 @@ class Rank:
         metrics_have_drawn: Whether the last metrics have.
     """
 
-    plan: Plan
+    plan: ReplicaPlan
     losses: LossSharding
     whole_batch: WholeBatchSteps
 
@@ -147,11 +148,11 @@ class Rank:
         self.take_plan(((), (), self.losses.by_rows, None))
 
     @Call
-    def take_plan(self, plan: RankPlan) -> None:
+    def take_plan(self, plan: PlanArguments) -> None:
         """Let layers and losses run so from now on."""
         proven, distrusted, losses_by_rows, micro_batch_size = plan
         together = self.draws_together
-        self.plan = Plan(self.model, proven, draws_together=together, distrusted=distrusted)
+        self.plan = ReplicaPlan(self.model, proven, draws_together=together, distrusted=distrusted)
         self.plan.micro_batch_size = micro_batch_size
         self.losses.by_rows = losses_by_rows
 

@@ -29,15 +29,15 @@ from lockstep.engines.replicas.first_step import (
 )
 from lockstep.engines.replicas.layer_plan import advice_for
 from lockstep.engines.replicas.repeated_checks import RepeatedChecks
-from lockstep.engines.replicas.sketches import GRADIENT, LOG, OUTPUT, Difference
+from lockstep.engines.replicas.sketches import GRADIENT, LOG, OUTPUT, Mismatch
 from lockstep.engines.torch.exchange.placement import copies
 from lockstep.engines.torch.first_step.first_step import recorded_step, stock_step
 from lockstep.engines.torch.first_step.row_proofs import RowProofs
-from lockstep.engines.torch.ranks.rank import RankPlan
+from lockstep.engines.torch.ranks.rank import PlanArguments
 from lockstep.engines.torch.ranks.step_runner import StepRunner
 from lockstep.engines.torch.ranks.traced_steps import Trace, TracedSteps
 from lockstep.engines.torch.sharded.sharded_variables import made_on_host
-from lockstep.engines.torch.steps.layers import Plan, ReasonsByNumber, copied_states
+from lockstep.engines.torch.steps.layers import ReasonsByNumber, ReplicaPlan, copied_states
 from lockstep.engines.torch.steps.micro_batches import check_layers
 from lockstep.engines.torch.steps.replica import OtherRows
 from lockstep.engines.torch.steps.scratch import DRAWS
@@ -77,7 +77,7 @@ class Route:
 
     how: str
     reason: str = ""
-    plan: RankPlan = ((), (), True, None)
+    plan: PlanArguments = ((), (), True, None)
     trace: Trace | None = None
 
 
@@ -220,7 +220,7 @@ class StepPlans:
         runner.peers.agree_on_plan(reason, sorted(self._reasons))
         if self._most is not None and data is not None:
             together, (proven, *_) = runner.rank.draws_together, self.plan(self._most)
-            plan = Plan(self._model, proven, draws_together=together)
+            plan = ReplicaPlan(self._model, proven, draws_together=together)
             check_layers(self._model, plan, self._reasons, self._most, trains=kind == "train")
         if reason is not None:
             return self._on_whole_batch(kind, batch, reason)
@@ -252,7 +252,7 @@ class StepPlans:
             self._unsplit = unsplit_model(self._model, reasons)
         return self._unsplit
 
-    def plan(self, most: int | None) -> RankPlan:
+    def plan(self, most: int | None) -> PlanArguments:
         """Return how a rank runs the layers and losses of the last batch that was split.
 
         Args:
@@ -362,7 +362,7 @@ class StepPlans:
         if not self._first_steps.is_due(kind, self._form(data), lambda: self._is_guessed(kind)):
             return
 
-        def distrust(found: Difference) -> str | None:
+        def distrust(found: Mismatch) -> str | None:
             self._routes.clear()  # those of other forms trust it
             if self._most is not None and found.kind == OUTPUT:
                 raise refused.rows_differ(model, self._most, "outputs", found.distance)
@@ -381,10 +381,10 @@ class StepPlans:
         kind: str,
         data: Any,
         rows: int,
-        plan: Callable[[int | None], RankPlan],
+        plan: Callable[[int | None], PlanArguments],
         *,
         repeated: bool = False,
-    ) -> Callable[[], Difference | None]:
+    ) -> Callable[[], Mismatch | None]:
         """Return what compares a step by rows with that of one device.
 
         Args:
@@ -401,7 +401,7 @@ class StepPlans:
         norms: Any = nullcontext
         if repeated:  # weights may have led to where Keras's own formula has no digits left
             proven, distrusted, *_ = plan(None)
-            parts = Plan(model, proven, distrusted=distrusted)
+            parts = ReplicaPlan(model, proven, distrusted=distrusted)
             norms = partial(parts.norms_on_one_device, runner.rank.device)
         alone = partial(self._recorded_alone, kind, norms=norms)
         how = {"repeated": repeated, "by_all": runner.peers.in_script}
@@ -421,7 +421,7 @@ class StepPlans:
         if not self._first_steps.is_due(kind, self._form(batch), lambda: True):
             return
 
-        def distrust(found: Difference) -> Any:
+        def distrust(found: Mismatch) -> Any:
             self._routes.clear()
             layers = layers_in(model)
             return distrusted_part(
@@ -434,7 +434,7 @@ class StepPlans:
 
     def _custom_difference(
         self, kind: str, batch: Any, *, repeated: bool = False
-    ) -> Callable[[], Difference | None] | None:
+    ) -> Callable[[], Mismatch | None] | None:
         """Return what compares a step of the user's own with that of one device, if it can be."""
         runner = self._runner
         leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None and leaf.ndim]
@@ -492,7 +492,7 @@ class StepPlans:
 
     def _is_guessed(self, kind: str) -> bool:
         """Return whether a step runs any code but Keras's own."""
-        parts = [self._model] if self._most is not None else Plan(self._model).candidates
+        parts = [self._model] if self._most is not None else ReplicaPlan(self._model).candidates
         return is_guessed(self._model, kind, parts) or self._runner.is_patched()
 
     def _form(self, data: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Runs the steps of one model on several devices, whoever has started their processes."""
+"""Runs the steps of one model on several devices, in workers of a pool or scripts of a launcher."""
 
 import hashlib
 from collections.abc import Collection, Iterator
@@ -12,8 +12,8 @@ from lockstep.core.state import variables_of
 from lockstep.engines.replicas.first_step import Recording
 from lockstep.engines.replicas.sketches import Sketches
 from lockstep.engines.torch.ranks.peers import Peers, check_parts, uninterrupted
-from lockstep.engines.torch.ranks.rank import Answer, Call, Rank, RankPlan
-from lockstep.engines.torch.same_code.model_pickle import Dumped, dump
+from lockstep.engines.torch.ranks.rank import Answer, Call, PlanArguments, Rank
+from lockstep.engines.torch.same_model.model_pickle import Dumped, dump
 from lockstep.engines.torch.sharded.sharded_updates import check_optimizers
 from lockstep.engines.torch.sharded.sharded_variables import (
     Shards,
@@ -21,7 +21,7 @@ from lockstep.engines.torch.sharded.sharded_variables import (
     is_sharded,
 )
 from lockstep.engines.torch.sharded.to_shard import to_shard
-from lockstep.engines.torch.steps.layers import Plan
+from lockstep.engines.torch.steps.layers import ReplicaPlan
 from lockstep.engines.torch.steps.loss_sharding import LossSharding
 from lockstep.engines.torch.steps.replica import Draws, random_state
 from lockstep.engines.torch.steps.split_checks import form_of_rows
@@ -80,7 +80,7 @@ class StepRunner:
         return self.rank.whole_batch
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ReplicaPlan:
         """The plan of the last step."""
         return self.rank.plan
 
@@ -151,7 +151,7 @@ class StepRunner:
     # ------------------------------------------------------------ steps
 
     @uninterrupted
-    def step(self, kind: str, data: Any, rows: int, plan: RankPlan) -> Any:
+    def step(self, kind: str, data: Any, rows: int, plan: PlanArguments) -> Any:
         """Run one step on all devices, and return the logs or predictions.
 
         Args:
@@ -176,7 +176,7 @@ class StepRunner:
 
     @uninterrupted
     def recorded(
-        self, kind: str, data: Any, rows: int, plan: RankPlan
+        self, kind: str, data: Any, rows: int, plan: PlanArguments
     ) -> tuple[Recording, list[Sketches]]:
         """Run one step on all devices without an update.
 
@@ -203,7 +203,9 @@ class StepRunner:
         return recording, found
 
     @contextmanager
-    def _of_equal_ranks(self, name: str, kind: str, data: Any, plan: RankPlan) -> Iterator[Any]:
+    def _of_equal_ranks(
+        self, name: str, kind: str, data: Any, plan: PlanArguments
+    ) -> Iterator[Any]:
         """Let all ranks have the same model inside the context, and yield the form of a step."""
         self.shards.check_written()
         with self.peers.connected():

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.core.layout import Layout
 from lockstep.engines.replicas.first_step import can_be_tried, is_checked
-from lockstep.engines.replicas.sketches import Difference
+from lockstep.engines.replicas.sketches import Mismatch
 from lockstep.engines.torch.ranks.step_runner import StepRunner
 from lockstep.engines.torch.steps.split_checks import is_flat
 from lockstep.engines.torch.traced.comparison import compared, keeps_state
@@ -137,7 +137,7 @@ class TracedSteps:
         if self.prints and process_group.is_first():
             print(f"\nlockstep: {line}", flush=True)  # a bar leaves its line open
 
-    def difference(self, kind: str, batch: Any, trace: Trace) -> Difference | None:
+    def difference(self, kind: str, batch: Any, trace: Trace) -> Mismatch | None:
         """Return in what a traced step parts from one device, `None` if it does not."""
         runner = self._runner
         computed = runner.tried_traced_step(trace.number, batch, draws=trace.draws)

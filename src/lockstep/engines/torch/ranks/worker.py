@@ -1,4 +1,4 @@
-"""The process of one device but the first: it follows the calls of rank 0.
+"""A worker: the process of a device other than the first. It follows the calls of rank 0.
 
 It waits in a read while there is nothing to do. It ends with the process of rank 0, however
 that one ends: a second pipe, which a thread reads, is closed then.
@@ -110,7 +110,7 @@ class _Worker:
         from lockstep.engines.torch.exchange.group import HOST, RankGroup
         from lockstep.engines.torch.exchange.placement import torch_device_of
         from lockstep.engines.torch.ranks.messages import BatchMemory
-        from lockstep.engines.torch.same_code.code_state import SetCode
+        from lockstep.engines.torch.same_model.code_state import SetCode
 
         self._device = torch_device_of(device)
         make_current(self._device)
@@ -162,7 +162,7 @@ class _Worker:
     def _model(self, key: int, data: bytes, draws_together: bool, kept: dict[int, int]) -> None:
         """Take a model, with the parts of variables that the one before has, by their numbers."""
         from lockstep.engines.torch.ranks.rank import Rank
-        from lockstep.engines.torch.same_code.model_pickle import load
+        from lockstep.engines.torch.same_model.model_pickle import load
         from lockstep.engines.torch.sharded.sharded_variables import shards_of
         from lockstep.engines.torch.steps.layers import parts_of
 
@@ -184,7 +184,7 @@ class _Worker:
         free_cache(self._device)
 
     def _settings(self, settings: Any) -> None:
-        from lockstep.engines.torch.same_code.settings import apply_settings
+        from lockstep.engines.torch.same_model.settings import apply_settings
 
         apply_settings(settings)
 

@@ -1,4 +1,4 @@
-"""Which variables of a model each rank has a part of."""
+"""Chooses the variables that are split into one part for each rank."""
 
 from typing import Any
 

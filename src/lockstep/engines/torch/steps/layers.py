@@ -37,11 +37,11 @@ from lockstep.keras_compat import (
 )
 
 ReasonsByNumber = dict[int, str]
-"""Why candidates of a plan are refused, by their number in `Plan.candidates`."""
+"""Why candidates of a plan are refused, by their number in `ReplicaPlan.candidates`."""
 
 
-class Plan(LayerPlan):
-    """Runs each layer of a model as its `LayerPlan` says.
+class ReplicaPlan(LayerPlan):
+    """Runs each layer of a model in a replica as its `LayerPlan` says.
 
     Attributes:
         micro_batch_size: The most rows that run through the model at once; `None` for all rows.
@@ -119,7 +119,7 @@ class Plan(LayerPlan):
             raise _drawn_apart()  # a layer has made it, and not on all rows
 
 
-def parts_of(plan: Plan) -> list[str]:
+def parts_of(plan: ReplicaPlan) -> list[str]:
     """Return what a plan knows of each part of its model: the same in every process."""
     kinds = {
         "candidate": plan.candidates,

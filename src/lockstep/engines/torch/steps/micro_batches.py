@@ -18,8 +18,8 @@ from lockstep.core import micro_batches as refused
 from lockstep.core.devices import micro_batches
 from lockstep.core.state import unique
 from lockstep.engines.torch.exchange.placement import copies_on, version_of
-from lockstep.engines.torch.same_code.generators import set_state, state_of
-from lockstep.engines.torch.steps.layers import NOISES, Plan, ReasonsByNumber
+from lockstep.engines.torch.same_model.generators import set_state, state_of
+from lockstep.engines.torch.steps.layers import NOISES, ReasonsByNumber, ReplicaPlan
 from lockstep.engines.torch.steps.replica import Replica
 from lockstep.keras_compat import (
     added_losses,
@@ -32,7 +32,7 @@ from lockstep.keras_compat import (
 
 
 def check_layers(
-    model: Any, plan: Plan, reasons: ReasonsByNumber, size: int, *, trains: bool
+    model: Any, plan: ReplicaPlan, reasons: ReasonsByNumber, size: int, *, trains: bool
 ) -> None:
     """Raise if a model cannot run in parts of its rows.
 
@@ -67,7 +67,7 @@ def _adds_losses(layer: Any) -> bool:
 
 
 def call_in_parts(
-    model: Any, plan: Plan, replica: Replica, x: Any, options: dict[str, Any]
+    model: Any, plan: ReplicaPlan, replica: Replica, x: Any, options: dict[str, Any]
 ) -> Any | None:
     """Return the outputs of a model for the rows of a replica; `None` if these are one part.
 
@@ -145,7 +145,7 @@ class _RandomNumbers:
     step has drawn. PyTorch's own numbers go on from part to part.
     """
 
-    def __init__(self, plan: Plan, replica: Replica) -> None:
+    def __init__(self, plan: ReplicaPlan, replica: Replica) -> None:
         generators = [*plan.seeds(), *(each for one in plan.whole for each in seed_generators(one))]
         self._states = [stored_value(seeds.state) for seeds in unique(generators)]
         self._streams = replica.streams

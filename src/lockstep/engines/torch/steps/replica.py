@@ -20,7 +20,7 @@ from lockstep.core.devices import shard_rows
 from lockstep.core.left_out import LeftOutUsed
 from lockstep.engines.torch.exchange import accelerators
 from lockstep.engines.torch.exchange.group import RankGroup, summed_gradients
-from lockstep.engines.torch.same_code.generators import state_of
+from lockstep.engines.torch.same_model.generators import state_of
 from lockstep.engines.torch.sharded.sharded_variables import Shards
 from lockstep.errors import counted
 

@@ -8,7 +8,7 @@ from torch.nn.modules import module as modules
 from torch.nn.utils.parametrize import is_parametrized
 
 from lockstep.engines.rowwise import is_container, is_in_float8
-from lockstep.engines.torch.steps.layers import Plan, ReasonsByNumber, unknown_rows
+from lockstep.engines.torch.steps.layers import ReasonsByNumber, ReplicaPlan, unknown_rows
 from lockstep.engines.torch.torch_compat import (
     DeviceContext,
     dispatch_modes,
@@ -38,7 +38,9 @@ def unsplit_model(model: Any, reasons: ReasonsByNumber) -> str | None:
         model: The model.
         reasons: Why parts of it are not known to work row by row.
     """
-    whole = {id(Plan(model).candidates[number]): reason for number, reason in reasons.items()}
+    whole = {
+        id(ReplicaPlan(model).candidates[number]): reason for number, reason in reasons.items()
+    }
     if id(model) in whole:
         return f"({type(model).__name__}) is not known to work row by row: {whole[id(model)]}"
     replaced = replaced_class(model)

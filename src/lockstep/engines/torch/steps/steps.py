@@ -17,7 +17,7 @@ from lockstep.core.held_signals import HeldSignals
 from lockstep.engines.torch.exchange.placement import copies_on
 from lockstep.engines.torch.sharded.sharded_updates import update
 from lockstep.engines.torch.sharded.sharded_variables import STEP, is_sharded, whole_gradients
-from lockstep.engines.torch.steps.layers import Plan, copied_states
+from lockstep.engines.torch.steps.layers import ReplicaPlan, copied_states
 from lockstep.engines.torch.steps.loss_sharding import LossSharding, Outputs
 from lockstep.engines.torch.steps.micro_batches import call_in_parts
 from lockstep.engines.torch.steps.replica import Replica
@@ -27,7 +27,7 @@ from lockstep.training.probe_helpers import watched_layers
 
 
 def run_step(
-    kind: str, model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any
+    kind: str, model: Any, plan: ReplicaPlan, losses: LossSharding, replica: Replica, data: Any
 ) -> Any:
     """Run one step on a global batch.
 
@@ -56,7 +56,7 @@ def run_step(
         return keras.tree.map_structure(lambda each: gathered(leave(each, replica, name)), own)
 
 
-def _train(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
+def _train(model: Any, plan: ReplicaPlan, losses: LossSharding, replica: Replica, data: Any) -> Any:
     # keras/src/backend/torch/trainer.py, TorchTrainer.train_step
     weights = model.trainable_weights
     with replica.shards.read_by(STEP):
@@ -90,7 +90,9 @@ def _update(model: Any, replica: Replica, gradients: list[Any], weights: list[An
             run()
 
 
-def _inspect(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
+def _inspect(
+    model: Any, plan: ReplicaPlan, losses: LossSharding, replica: Replica, data: Any
+) -> Any:
     def whole(output: Any) -> Any:
         name = "A layer's output"
         return gathered(leave(output.detach(), replica, name)) if output.ndim else output
@@ -155,7 +157,7 @@ def watching(layers: list[Any], record: Callable[[Any, Any, Any], None]) -> Iter
             hook.remove()
 
 
-def _test(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: Any) -> Any:
+def _test(model: Any, plan: ReplicaPlan, losses: LossSharding, replica: Replica, data: Any) -> Any:
     # keras/src/backend/torch/trainer.py, TorchTrainer.test_step
     with replica.shards.read_by(STEP):
         outputs = _outputs(model, plan, replica, data, training=False)
@@ -164,12 +166,14 @@ def _test(model: Any, plan: Plan, losses: LossSharding, replica: Replica, data: 
     return losses.metrics(outputs, data, loss)
 
 
-def _outputs(model: Any, plan: Plan, replica: Replica, data: Any, *, training: bool) -> Outputs:
+def _outputs(
+    model: Any, plan: ReplicaPlan, replica: Replica, data: Any, *, training: bool
+) -> Outputs:
     own = _forward(model, plan, replica, data[0], training=training)
     return Outputs(replica, own, _name(model), plan.micro_batch_size)
 
 
-def _forward(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool) -> Any:
+def _forward(model: Any, plan: ReplicaPlan, replica: Replica, x: Any, *, training: bool) -> Any:
     """Return the model's outputs for the rows of this replica, with their masks."""
     options = {"training": training} if takes_training(model) else {}
     outputs = None
@@ -181,7 +185,7 @@ def _forward(model: Any, plan: Plan, replica: Replica, x: Any, *, training: bool
     return outputs
 
 
-def _call_at_once(model: Any, plan: Plan, replica: Replica, x: Any, options: Any) -> Any:
+def _call_at_once(model: Any, plan: ReplicaPlan, replica: Replica, x: Any, options: Any) -> Any:
     own = keras.tree.map_structure(
         # A copy, because a layer may write into its input, and others read these rows too.
         lambda leaf: copies_on(replica.device, replica.take(leaf) if _has_rows(leaf) else leaf),

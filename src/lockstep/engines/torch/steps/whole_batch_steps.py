@@ -24,10 +24,10 @@ from lockstep.engines.replicas.object_states import ObjectStates, held_in_words
 from lockstep.engines.rowwise import call_refused, is_in_float8
 from lockstep.engines.torch.exchange.group import RankGroup
 from lockstep.engines.torch.exchange.placement import version_of
-from lockstep.engines.torch.same_code.code_state import is_plain_object
-from lockstep.engines.torch.same_code.model_copy import copy_of
-from lockstep.engines.torch.same_code.model_pickle import dump
-from lockstep.engines.torch.steps.layers import Plan, copied_states
+from lockstep.engines.torch.same_model.code_state import is_plain_object
+from lockstep.engines.torch.same_model.model_copy import copy_of
+from lockstep.engines.torch.same_model.model_pickle import dump
+from lockstep.engines.torch.steps.layers import ReplicaPlan, copied_states
 from lockstep.engines.torch.steps.replica import RandomStreams, Replica
 from lockstep.engines.torch.steps.rows import (
     copied,
@@ -246,7 +246,7 @@ class WholeBatchSteps:
         replica = self._replica(rows)
         self._replicas.append(replica)
         # All layers and weights of the model, as a layer may use those of another one.
-        plan = Plan.of_all(unique([*layers_in(layer), *self._calls]))
+        plan = ReplicaPlan.of_all(unique([*layers_in(layer), *self._calls]))
         trained, weights = self._weights(layer, replica.group)
         self._inside = True
         try:

@@ -12,11 +12,11 @@ import torch
 from lockstep.core.patched import patched
 from lockstep.core.state import optimizers_of, unique
 from lockstep.engines.replicas.first_step import Recording, agreed, unchanged_objects
-from lockstep.engines.replicas.sketches import STATE, Difference, bounds_for
+from lockstep.engines.replicas.sketches import STATE, Mismatch, bounds_for
 from lockstep.engines.torch.exchange.placement import copies
 from lockstep.engines.torch.first_step.first_step import stock_step, unchanged_tensors
-from lockstep.engines.torch.same_code.model_pickle import dump
-from lockstep.engines.torch.same_code.settings import checksum
+from lockstep.engines.torch.same_model.model_pickle import dump
+from lockstep.engines.torch.same_model.settings import checksum
 from lockstep.engines.torch.steps.replica import random_state
 from lockstep.engines.torch.traced.trace import Computed, variables_in
 from lockstep.errors import UnsupportedModel
@@ -25,7 +25,7 @@ from lockstep.keras_compat import own_trainable_variables, stored_value
 
 def compared(
     model: Any, kind: str, batch: Any, traced: Computed, tensors: list[Any]
-) -> Difference | None:
+) -> Mismatch | None:
     """Return in what a traced step parts from Keras's step on one device, `None` if it does not.
 
     Outputs, logs, gradients and states are compared by sketches, as in a first step. Optimizers of
@@ -49,7 +49,7 @@ def compared(
     found = agreed(batch, alone, several, bounds_for(model, several.dtypes))
     found = found or _update_difference(traced, updated)
     if found is None and not all(map(_equal, numbers[0], traced.random_state)):
-        found = Difference(STATE, "PyTorch's random numbers", 1.0)
+        found = Mismatch(STATE, "PyTorch's random numbers", 1.0)
     return found
 
 
@@ -180,7 +180,7 @@ def _recorded(
     return recording
 
 
-def _update_difference(traced: Computed, updated: dict[int, Any]) -> Difference | None:
+def _update_difference(traced: Computed, updated: dict[int, Any]) -> Mismatch | None:
     """Return which variable the two updates leave with other values."""
     values = {id(v): value for v, value in zip(traced.variables, traced.values, strict=True)}
     known = {id(variable): variable for variable in traced.all_variables}
@@ -195,7 +195,7 @@ def _update_difference(traced: Computed, updated: dict[int, Any]) -> Difference 
         moved, apart, size = (_norm(alone, old), _norm(alone, new), _norm(alone, 0 * alone))
         last = torch.finfo(alone.dtype).eps if alone.is_floating_point() else 0.0
         if not apart <= _RELATIVE * moved + 8 * last * size:
-            return Difference(STATE, variable.path, apart / max(moved, 1e-30))
+            return Mismatch(STATE, variable.path, apart / max(moved, 1e-30))
     return None
 
 

@@ -1,4 +1,4 @@
-"""Arrays that a program has as constants and no variable holds: those of `Normalization`."""
+"""The mean and variance of `Normalization`: a program has them as constants, in no variable."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import keras
 from lockstep.keras_compat import layers_in
 
 
-class Constant:
+class NormalizationConstant:
     """One constant, with the part of a variable's interface that sharing needs."""
 
     def __init__(self, layer: Any, name: str) -> None:
@@ -23,12 +23,12 @@ class Constant:
         setattr(self._layer, self._name, keras.ops.convert_to_tensor(value))
 
 
-def constants_of(model: Any) -> list[Constant]:
+def constants_of(model: Any) -> list[NormalizationConstant]:
     """Return the constants of the built layers of a model."""
     # keras/src/layers/preprocessing/normalization.py, Normalization.finalize_state: `mean` and
     # `variance` are copies of the variables, made when the layer is built, adapted or loaded.
     return [
-        Constant(layer, name)
+        NormalizationConstant(layer, name)
         for layer in layers_in(model)
         if isinstance(layer, keras.layers.Normalization) and layer.built
         for name in ("mean", "variance")

@@ -1,4 +1,4 @@
-"""What the code of a model reads besides the model, for the processes of its workers.
+"""The values that a model's code reads from outside of the model, for its workers.
 
 Functions of the script travel with the globals that they name. A worker imports modules anew. So it
 is sent the attributes that the user's modules and their classes have here, as far as code of these
@@ -44,7 +44,7 @@ _MISSING = object()
 
 
 class AsDefined:
-    """Stands for a function or class that is the one that its module has defined."""
+    """A placeholder for a function or class that is still as its module defines it."""
 
 
 class Attributes:

@@ -1,4 +1,4 @@
-"""Records the layer outputs and the gradients of one training step on TensorFlow."""
+"""For `verify`: records the layer outputs and the gradients of one training step on TensorFlow."""
 
 import itertools
 import threading
@@ -99,7 +99,7 @@ class TensorFlowProbe:
                 except ReplicasDiffer as found:
                     steps = self._steps()
                     assert steps is not None
-                    steps.give_up("train", str(found))
+                    steps.run_alone_as_replicas_differ("train", str(found))
                     step = self._inspecting(layers)
                     seen = step(data)
             finally:

@@ -1,4 +1,4 @@
-"""Records the layer outputs and the gradients of one training step on PyTorch."""
+"""For `verify`: records the layer outputs and the gradients of one training step on PyTorch."""
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -9,7 +9,7 @@ import torch
 
 from lockstep.attach.attachment import attachment_of
 from lockstep.core.state import restore, snapshot, variables_of
-from lockstep.engines.torch.same_code.settings import full_precision
+from lockstep.engines.torch.same_model.settings import full_precision
 from lockstep.engines.torch.steps.replica import random_state, set_random_state
 from lockstep.engines.torch.steps.split_checks import why_custom
 from lockstep.engines.torch.steps.steps import recorded

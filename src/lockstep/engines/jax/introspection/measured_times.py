@@ -23,7 +23,7 @@ _Span = tuple[float, float, Any]
 
 
 @dataclass
-class Profile:
+class MeasuredTimes:
     """Seconds that JAX measures of its own work; `None` for what was not measured.
 
     Attributes:
@@ -40,13 +40,13 @@ class Profile:
 
 
 @contextmanager
-def profiled(*, devices: bool) -> Iterator[Profile]:
+def profiled(*, devices: bool) -> Iterator[MeasuredTimes]:
     """Measure compilation inside the context; the result is filled in at its end.
 
     Args:
         devices: Whether to profile the work of the devices too.
     """
-    found, counting = Profile(compile=0.0), True
+    found, counting = MeasuredTimes(compile=0.0), True
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:
         if counting and event.startswith("/jax/core/compile/"):
@@ -62,7 +62,7 @@ def profiled(*, devices: bool) -> Iterator[Profile]:
 
 
 @contextmanager
-def _traced(found: Profile) -> Iterator[None]:
+def _traced(found: MeasuredTimes) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory(prefix="lockstep-trace-") as folder:
@@ -74,7 +74,7 @@ def _traced(found: Profile) -> Iterator[None]:
             found.compute = found.communication = None
 
 
-def _read(file: Path, found: Profile) -> None:
+def _read(file: Path, found: MeasuredTimes) -> None:
     with gzip.open(file, "rt") as opened:
         events = json.load(opened)["traceEvents"]
     if len(events) >= _MOST_EVENTS:

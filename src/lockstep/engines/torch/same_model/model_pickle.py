@@ -23,7 +23,7 @@ from lockstep.attach.model_pickle import (
 )
 from lockstep.core.left_out import LeftOut, LeftOutMetric
 from lockstep.core.travelling_objects import CACHE, reduced
-from lockstep.engines.torch.same_code.code_state import (
+from lockstep.engines.torch.same_model.code_state import (
     CodeReads,
     SetCode,
     claims_other_home,
@@ -33,10 +33,10 @@ from lockstep.engines.torch.same_code.code_state import (
     state_of,
     unpatched,
 )
-from lockstep.engines.torch.same_code.generators import KINDS as GENERATORS
-from lockstep.engines.torch.same_code.generators import made_by
-from lockstep.engines.torch.same_code.generators import state_of as generator_state
-from lockstep.engines.torch.same_code.object_graph import ObjectGraph
+from lockstep.engines.torch.same_model.generators import KINDS as GENERATORS
+from lockstep.engines.torch.same_model.generators import made_by
+from lockstep.engines.torch.same_model.generators import state_of as generator_state
+from lockstep.engines.torch.same_model.object_graph import ObjectGraph
 from lockstep.engines.torch.sharded.sharded_variables import ShardedVariable
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import (
@@ -52,9 +52,9 @@ class Dumped(NamedTuple):
     Attributes:
         data: The bytes: the same for the same model, whatever the values of its tensors are.
         layers: Those of the model without the metrics of `compile`.
-        code: Those of what its code reads besides the model.
+        code: Those of what its code reads from outside of it.
         tensors: The tensors that they name by their number.
-        reads: What code of the model reads besides the model.
+        reads: What code of the model reads from outside of it.
         in_modules: Whether attributes of the user's modules hold some of the tensors.
         has_metrics: Whether the bytes have the metrics of `compile`, if there are any.
         holders: The dicts by which layers give their tensors to PyTorch.
@@ -87,7 +87,7 @@ class Dumped(NamedTuple):
 
 
 def dump(model: Any, *, with_graph: bool = False) -> Dumped:
-    """Return the bytes of a model, with what its code reads besides the model.
+    """Return the bytes of a model, with what its code reads from outside of it.
 
     In place of an attribute that cannot be pickled, they have a `LeftOut`.
 
@@ -283,7 +283,7 @@ class _AttributePickler(TensorPickler):
 
 
 class _Pickler(TensorPickler):
-    """Pickles a model for a worker, and after it what its code reads besides the model."""
+    """Pickles a model for a worker, and after it what its code reads from outside of it."""
 
     def __init__(self, file: io.BytesIO, left_out: _LeftOutOf | None = None) -> None:
         super().__init__(file, left_out)

@@ -9,7 +9,7 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from lockstep.attach.model_pickle import trackers_mended
-from lockstep.engines.torch.same_code.model_pickle import (
+from lockstep.engines.torch.same_model.model_pickle import (
     TensorPickler,
     TensorUnpickler,
     pickled,

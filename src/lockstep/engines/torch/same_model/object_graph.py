@@ -1,4 +1,4 @@
-"""Whether a model would be pickled to the same bytes as before, told without pickling it.
+"""Tells whether a model would be pickled to the same bytes as before, without pickling it.
 
 The pickler knows all objects that it has met. Each is looked at in a few calls of C: which objects
 it refers to, by identity, and how many. What a reducer reads besides is looked at too: globals by
@@ -32,7 +32,7 @@ from lockstep.attach.attachment import attachment_of
 from lockstep.attach.holders import Holders
 from lockstep.attach.model_pickle import ModelPickler
 from lockstep.engines.replicas.object_states import names_in
-from lockstep.engines.torch.same_code.code_state import AllAttributes
+from lockstep.engines.torch.same_model.code_state import AllAttributes
 from lockstep.keras_compat import IndexLookup, KerasSaveable, tracked_collections
 
 _FIXED = (str, bytes, CodeType, torch.dtype, torch.device, Holders)

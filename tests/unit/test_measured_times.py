@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.engines.jax.introspection import profile
-from lockstep.engines.jax.introspection.profile import Profile
+from lockstep.engines.jax.introspection import measured_times
+from lockstep.engines.jax.introspection.measured_times import MeasuredTimes
 from lockstep.tools.bench.step_clock import StepClock
 
 
@@ -31,8 +31,8 @@ def trace_of(folder, *events):
     file = folder / "some.trace.json.gz"
     with gzip.open(file, "wt") as opened:
         json.dump({"traceEvents": [*told, {"ph": "M", "name": "no operation"}]}, opened)
-    found = Profile()
-    profile._read(file, found)
+    found = MeasuredTimes()
+    measured_times._read(file, found)
     return found
 
 
@@ -40,7 +40,7 @@ def test_an_operation_within_another_counts_once(tmp_path):
     """A loop counted beside all that runs in it: an LSTM computed for longer than it took."""
     loop = [(1, 0, "while.3", 10, 8), (1, 0, "dot.1", 11, 2), (1, 0, "add", 13, 1)]
     found = trace_of(tmp_path, *loop, (1, 0, "dot.2", 20, 1))
-    assert found == Profile(compute=pytest.approx(9), communication=0)
+    assert found == MeasuredTimes(compute=pytest.approx(9), communication=0)
 
 
 def test_a_collective_within_a_loop_is_no_computation(tmp_path):
@@ -57,9 +57,9 @@ def test_what_runs_at_the_same_time_counts_once_in_each_of_the_two(tmp_path):
 
 def test_of_a_profile_that_is_full_nothing_is_told(tmp_path, monkeypatch):
     """It holds a million events and drops the rest: what was left was taken for all."""
-    monkeypatch.setattr(profile, "_MOST_EVENTS", 3)
+    monkeypatch.setattr(measured_times, "_MOST_EVENTS", 3)
     dots = [(1, 0, "dot", 10, 4), (1, 0, "dot", 20, 4)]
-    assert trace_of(tmp_path, *dots) == Profile(full=True)
+    assert trace_of(tmp_path, *dots) == MeasuredTimes(full=True)
     assert trace_of(tmp_path, *dots[:1]).compute
 
 
@@ -69,7 +69,7 @@ def test_a_device_does_not_compute_for_longer_than_the_profile_lasted(keras):
     lockstep.distribute(made, 2)
     data = np.ones((64, 30, 3), "float32"), np.ones((64, 1), "float32")
     made.fit(*data, verbose=0)
-    with profile.profiled(devices=True) as trace:
+    with measured_times.profiled(devices=True) as trace:
         clock = StepClock(10)
         made.fit(*data, verbose=0, callbacks=[clock])
     assert 0 < trace.compute <= clock.wall

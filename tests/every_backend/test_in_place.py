@@ -108,7 +108,8 @@ def test_files_and_copies_are_those_of_one_device(tmp_path):
 
 @pytest.mark.whole
 @pytest.mark.skipif(
-    BACKEND == "torch", reason="TODO: docs/limits.md has it refused; PyTorch trains both exactly"
+    BACKEND == "torch",
+    reason="on PyTorch the first device has the variables of both",
 )
 def test_shared_layers_go_to_the_same_devices():
     shared = layers.Dense(2)
@@ -157,3 +158,26 @@ def test_a_save_that_fails_leaves_the_file_before_it(devices, tmp_path):
     kept = path.exists() and path.read_bytes() == before
     assert kept == (devices is not None), "stock Keras writes into the file that it replaces"
     assert [each.name for each in tmp_path.iterdir()] in ([path.name], [])
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(BACKEND != "torch", reason="other engines refuse it")
+def test_shared_layers_may_have_different_devices_on_pytorch():
+    def two():
+        keras.utils.set_random_seed(1)
+        shared = layers.Dense(2)
+        made = [keras.Sequential([keras.Input((4,)), shared, layers.Dense(1)]) for _ in range(2)]
+        for each in made:
+            each.compile("adam", "mse")
+        return made
+
+    alone, several = two(), two()
+    for number, each in enumerate(several):
+        lockstep.distribute(each, 2 + number)
+    x, _ = data()
+    for pair in (alone, several):
+        for _ in range(2):
+            for each in pair:
+                each.fit(x, x[:, :1], batch_size=5, shuffle=False, verbose=0)
+    for one, many in zip(alone, several, strict=True):
+        assert_equal(many, one)

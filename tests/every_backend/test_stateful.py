@@ -180,7 +180,8 @@ def test_a_state_moves_with_its_model(devices):
 
 
 @pytest.mark.skipif(
-    BACKEND == "torch", reason="TODO: docs/limits.md has it refused; PyTorch trains both exactly"
+    BACKEND == "torch",
+    reason="on PyTorch the first device has the variables of both",
 )
 def test_a_state_may_be_shared_with_another_model_on_the_same_devices_alone():
     made = lockstep.distribute(one_layer("LSTM", PIECE, stateful=True), 2)

@@ -295,7 +295,7 @@ def test_state_of_fewer_weights_says_that_some_were_frozen(tmp_path):
     )  # fmt: skip
     report = lockstep.rescue(old, tmp_path / "new.keras")
     assert report.optimizer == "dropped"
-    assert any("of 1 weight and the model trains 2" in note for note in report.notes)
+    assert any("covers 1 weight, but the model trains 2" in note for note in report.notes)
 
 
 def metric(class_name, **config):

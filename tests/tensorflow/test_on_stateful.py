@@ -107,7 +107,7 @@ def test_the_state_goes_from_row_to_row(name, masked):
 def test_another_number_of_rows_is_refused():
     made = lockstep.distribute(_made("LSTM"), 3)
     x, y = _pieces(made)
-    said = r"^The state of '\w+' has 5 rows, and a batch has another number"
+    said = r"^The state of '\w+' has 5 rows, but the batch has a different number"
     with pytest.raises(UnsupportedModel, match=said):
         made.fit(x[:9], y[:9], batch_size=ROWS, verbose=0)
 

@@ -166,7 +166,7 @@ def test_what_cannot_be_read_is_refused_by_name(name, monkeypatch):
         lambda rows: (jax.ShapeDtypeStruct((rows, 3), "float32"),),
         (4, 2),
     )
-    why = f"cannot be followed with JAX {jax.__version__}"
+    why = f"cannot be analyzed with JAX {jax.__version__}"
     assert str(found.outputs).startswith(f"{name} {why} (test_jax_compat.py:")
 
 

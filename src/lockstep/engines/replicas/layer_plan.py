@@ -145,7 +145,7 @@ def declared_cause(name: str, model: Any) -> str:
 
 _DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
 _MOVE_METRIC = (
-    "A metric that compile or compute_metrics updates, and no call, lets its layer be split. "
+    "To have the layer split, let only compile or compute_metrics update the metric, not a call. "
 )
 _NOT_DECLARABLE = (
     "a call changes its attributes",

@@ -145,7 +145,7 @@ class Follower:
                 if isinstance(tensor, _CONSTANTS):
                     continue
                 if not hasattr(tensor, "shape"):  # it may hold a tensor
-                    raise NotRowByRow("an output that is no tensor")
+                    raise NotRowByRow("an output that is not a tensor")
                 rank, each = len(shape_of(tensor)), each_of(tensor)
                 if rank == 0 and each is None and scalars:
                     continue
@@ -320,7 +320,7 @@ class Follower:
         found = found if isinstance(found, tuple) else (found,)
         for given, its in zip(args, found, strict=True):
             if its is not None and each_of(its) != each_of(given):
-                self.refuse("a gradient of its own")
+                self.refuse("a custom gradient")
         return outputs
 
     # ------------------------------------------------------------------- calls without rows

@@ -23,8 +23,8 @@ EXACT = "The bytes of weights, slots, gradients and the batch are exact."
 MIXED, MIXED_FLOAT16 = "mixed_bfloat16", "mixed_float16"
 """The policy of the rows that `mixed_precision` adds, and that on a GPU without bfloat16."""
 SENT = (
-    "Sent: gradients and weights, by a ring. Statistics of batch norm, the loss and metrics are "
-    "not included."
+    "Sent in a step: gradients and weights, with a ring all-reduce. Statistics of batch norm, "
+    "the loss and metrics are not included."
 )
 
 
@@ -105,25 +105,25 @@ def plan(
         isinstance(model, keras.layers.Layer) and not is_there
     ):
         raise TargetNotFound(
-            f"model={shown(model)} was given, and a compiled model was expected, or a function "
-            "that returns one.\n"
-            'Give one of them, or the name of the function, such as "train.py:build".'
+            f"model={shown(model)} was given, but a compiled model, or a function that returns "
+            "one, was expected.\n"
+            'Pass one of them, or the name of the function, such as "train.py:build".'
         )
     if isinstance(data, int | range) or (isinstance(data, tuple | list) and _are_numbers(data)):
         raise UnusableData(
-            f"data={shown(data)} was given, and arrays or a data set were expected.\n"
+            f"data={shown(data)} was given, but arrays or a data set were expected.\n"
             f"For numbers of devices, write devices={shown(data)}."
         )
     if mixed_precision and is_there:
         raise UnusableData(
-            f"mixed_precision=True was given, and {model.name!r} is there, of the policy "
-            f"{model.dtype_policy.name!r}.\n"
-            "Give a function that builds it: a plan calls it under both policies."
+            f"mixed_precision=True was given, but {model.name!r} is already built with the "
+            f"policy {model.dtype_policy.name!r}.\n"
+            "Pass a function that builds the model: plan calls it under both policies."
         )
     if not callable(say):
         raise TargetNotFound(
-            f"say={shown(say)} was given, and a function of a text was expected.\n"
-            "Give a function, such as print, or leave it out."
+            f"say={shown(say)} was given, but a function that takes a string was expected.\n"
+            "Pass a function, such as print, or remove the argument."
         )
     several = isinstance(devices, Iterable) and not isinstance(devices, str | bytes)
     asked: Any = devices if several else [devices]
@@ -131,18 +131,17 @@ def plan(
     counts = sorted({count for count in read if count is not None})
     if not counts or None in read:
         raise DeviceError(
-            f"devices={shown(devices)} was given, and numbers of devices of at least 1 were "
-            "expected.\n"
-            "Give a number, or several, such as (1, 2, 4)."
+            f"devices={shown(devices)} was given, but numbers of devices of at least 1 were "
+            "expected.\nPass a number, or several, such as (1, 2, 4)."
         )
     if batch_size is not None and count_from_one(batch_size) is None:
         raise UnusableData(
-            f"batch_size={shown(batch_size)} was given, and a whole number of at least 1 was "
-            "expected.\nLeave batch_size out for that of the data."
+            f"batch_size={shown(batch_size)} was given, but a whole number of at least 1 was "
+            "expected.\nRemove batch_size to use the batch size of the data."
         )
     if find_largest_batch and gpu is None:
         raise DeviceError(
-            "The largest batch was asked for, and no GPU for which the step is compiled.\n"
+            "The largest batch was requested, but no GPU to compile the step for.\n"
             'Name one, such as gpu="h100".'
         )
     size = check_micro_batch_size(micro_batch_size)
@@ -160,10 +159,11 @@ def plan(
     if target and capability_of(target) < COMPILED_FROM:
         if find_largest_batch:
             raise DeviceError(
-                f"The largest batch was asked for, and XLA compiles no step for gpu={gpu!r}.\n"
-                "Leave it out: the peak of one batch size is estimated."
+                "The largest batch was requested, but XLA cannot compile a step for "
+                f"gpu={gpu!r}.\n"
+                "Remove largest_batch: the peak is then estimated for one batch size."
             )
-        remarks.append("XLA compiles no step for it today: the peak is an estimate.")
+        remarks.append("XLA cannot compile a step for it yet: the peak is an estimate.")
         target = None
     asked = Request(counts, batch_size, size, bytes_of_memory, target, find_largest_batch, say)
     found = _plan(model, data, asked)
@@ -205,8 +205,8 @@ def _plan(target: Any, data: Any, asked: "Request") -> "MemoryPlan":
     if isinstance(target, keras.Model):
         if session_of(target) is not None:
             raise UnusableData(
-                f"{target.name!r} is distributed, and a plan needs the model on one device.\n"
-                "Call lockstep.release(model) first, or give a function that builds it."
+                f"{target.name!r} is distributed, but plan needs the model on one device.\n"
+                "Call lockstep.release(model) first, or pass a function that builds it."
             )
         model, name, has_targets = target, target.name, data is not None
         batch = built_model(model, data, name, asked.batch_size)
@@ -216,18 +216,22 @@ def _plan(target: Any, data: Any, asked: "Request") -> "MemoryPlan":
         model, batch, has_targets = abstract_model(function, name, asked.batch_size, data)
         if session_of(model) is not None:
             raise UnusableData(
-                f"{name} distributes {model.name!r}, and a plan needs the model on one device.\n"
-                "Return it before lockstep.distribute."
+                f"{name} distributes {model.name!r}, but plan needs the model on one device.\n"
+                "Return the model without calling lockstep.distribute."
             )
     notes = [SENT]
     if not has_targets:
         gives = "was given" if model is target else "returns"
-        notes.append(f"{name} {gives} no data: the batch is that of the inputs, without targets.")
+        notes.append(
+            f"{name} {gives} no data: the batch is counted from the inputs, without targets."
+        )
     others = [each for each, optimizer in optimizers_of(model) if optimizer is not model.optimizer]
     if others:
-        notes.append(f"The slots of {', '.join(others)} are not counted: a step makes them.")
+        notes.append(
+            f"The slots of {', '.join(others)} are not counted, because they are created in a step."
+        )
     if engine.name == "jax" and not model.run_eagerly and (layers := layers_not_compiled(model)):
-        notes.append(f"On JAX {not_compiled_words(layers)}: it may need more.")
+        notes.append(f"On JAX {not_compiled_words(layers)}: it may need more memory.")
     layouts: list[tuple[int, Any]] = [(count, None) for count in asked.counts]
     try:
         dims = [(n, engine.sharded_dims(model, n)) for n in asked.counts]

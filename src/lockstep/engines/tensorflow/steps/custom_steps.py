@@ -123,7 +123,7 @@ class CustomStep:
                 return call(*args, **kwargs)
             reason = self._why_whole(layer, args, kwargs)
             if reason == LOOKS_AT_ROWS:  # here it does not see the number that one device sees
-                raise ReplicasDiffer(f"{layer.name!r} looks at the number of rows")
+                raise ReplicasDiffer(f"{layer.name!r} reads the number of rows")
             if reason is not None:
                 self.whole.setdefault(layer.name, reason)
                 return call(*args, **kwargs)
@@ -167,15 +167,15 @@ class CustomStep:
     def _split(
         self, replica: Replica, layer: Any, call: Call, args: Any, kwargs: Any, leaves: list[Any]
     ) -> Any:
-        what = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
+        what = f"an input or output of {layer.name!r} ({type(layer).__name__})"
         before = {id(loss) for inner in layers_in(layer) for loss in added_losses(inner)}
         outer = replica.shards
         with replica.apart() as part:
             rows = tf.shape(leaves[0])[0]
             words = (
-                f"lockstep: layer {layer.name!r} ({type(layer).__name__}) is given tensors of "
-                "different numbers of rows in a step of your own.\nlockstep.release(model) trains "
-                "it on one device."
+                f"lockstep: layer {layer.name!r} ({type(layer).__name__}) gets tensors with "
+                "different numbers of rows in a custom step.\n"
+                "To train on one device, call lockstep.release(model)."
             )
             same = [tf.debugging.assert_equal(tf.shape(x)[0], rows, words) for x in leaves[1:]]
             with tf.control_dependencies(same):
@@ -262,12 +262,12 @@ class CustomStep:
     def _check(self, replica: Replica, tape: Any) -> None:
         """Raise if the gradients of replicas would not sum up to those of the global batch."""
         if any(end is None for _, _, end in self._tapes().values()):
-            raise ReplicasDiffer(f"{self._name} takes a gradient inside a tape")
+            raise ReplicasDiffer(f"{self._name} computes a gradient inside a tape")
         _, start, end = self._tapes().get(id(tape), (tape, 0, None))
         _position(replica)
         assert replica.part is not None
         if any(map(has_own_gradient, every_operation(replica.part.done[start:end]))):
-            raise ReplicasDiffer(f"{self._name} has a gradient of its own")
+            raise ReplicasDiffer(f"{self._name} has a custom gradient")
 
     def _tapes(self) -> dict[int, tuple[Any, int, int | None]]:
         """Return the tapes of this replica: where each began and ended in the section."""

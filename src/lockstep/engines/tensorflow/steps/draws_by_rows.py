@@ -38,8 +38,8 @@ _BY_PARAMETERS = {
 
 
 _OTHER_ROWS = (
-    "lockstep: a layer that is declared row-wise draws random numbers for other rows than its "
-    "own.\nRemove lockstep.rowwise from it."
+    "lockstep: a layer that is declared row-wise draws random numbers for rows of other "
+    "devices.\nRemove lockstep.rowwise from it."
 )
 
 

@@ -313,7 +313,7 @@ class Rank:
             elif isinstance(error, OtherRows):  # one device would update once more
                 raise UnsupportedModel(
                     f"{self.model.name!r} {error.why}, after an update.\n"
-                    "Keep the batch as the first dim, or set KERAS_BACKEND=jax."
+                    "Keep the batch dim first, or set KERAS_BACKEND=jax."
                 ) from error
             raise
 

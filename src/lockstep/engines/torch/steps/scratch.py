@@ -66,7 +66,7 @@ class Scratch:
         if isinstance(tensor, torch.nn.Parameter):
             return "weight", id(tensor)
         if tensor.is_meta:
-            raise NotRowByRow("what is kept outside of it")
+            raise NotRowByRow("state outside of it")
         values = flattened(tensor.cpu()).view(torch.uint8)
         return str(tensor.dtype), tuple(tensor.shape), values.numpy().tobytes()
 

@@ -317,7 +317,7 @@ def test_one_line_says_from_where(tmp_path, capsys):
     train(arrays, tmp_path, cut=11, devices=4, checkpoint={"steps": 3, "background": False})
     capsys.readouterr()
     train(arrays, tmp_path, devices=2, verbose=2)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "goes on" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "resumes from" in line]
     (newest,) = [line for line in lines if "epoch-0001-step-000002" in line]
     assert newest.endswith("epoch 2, after step 2; 4 devices then, 2 now")
     train(arrays, tmp_path, devices=2, verbose=2)

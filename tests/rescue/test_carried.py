@@ -211,7 +211,7 @@ def test_arrays_alone_keep_their_names_in_safetensors(tmp_path):
                 value = truth[layer][name][()]
                 np.testing.assert_array_equal(found.pop(name.decode().split(":")[0]), value)
     assert not found
-    assert "arrays alone" in report.notes[-1]
+    assert "arrays only" in report.notes[-1]
 
 
 def test_a_keras_archive_is_an_ordinary_zip(tmp_path):

@@ -835,7 +835,7 @@ def test_a_variable_has_parts_for_one_model():
     _, many = pair()
     other = keras.Sequential([keras.Input((13,)), many.layers[0]])
     assert_equal(other.predict(data("mlp")[0], verbose=0), other(data("mlp")[0]).detach())
-    for state, remedy in (("replicated", "the same devices"), ("sharded", "both replicated")):
+    for state, remedy in (("replicated", "the same devices"), ("sharded", "models replicated")):
         with pytest.raises(LayoutConflict, match=f"with state in shards.\n.*{remedy}"):
             lockstep.distribute(other, 3, state=state)
     lockstep.release(many)

@@ -280,7 +280,7 @@ def test_the_report_says_what_the_memory_means(monkeypatch):
     whole, replicated, sharded = found.layouts
     assert whole.weights == replicated.weights == 4 * 513 * 512
     assert sharded.weights == 4 * (512 * 512 // 4 + 512)
-    assert found.verdict_of(whole) == f"about {amount(whole.peak - 3_500_000)} too much"
+    assert found.verdict_of(whole) == f"about {amount(whole.peak - 3_500_000)} over"
     assert found.verdict_of(sharded) == f"about {amount(3_500_000 - sharded.peak)} left"
     unknown = replace(found, layouts=(replace(whole, temporaries=None),))
     assert unknown.verdict_of(unknown.layouts[0]) == "no room for all gradients"

@@ -515,10 +515,10 @@ def test_sample_weights_count():
 @pytest.mark.parametrize(
     ("bad", "text"),
     [
-        (lambda x, y: (x, y[:-1]), "one number of rows"),
-        (lambda x, y: iter([]), "holds none"),
-        (lambda x, y: 3, "is a int"),
-        (lambda x, y: (x, y, y, y), "has 4 parts"),
+        (lambda x, y: (x, y[:-1]), "the same number of rows"),
+        (lambda x, y: iter([]), "has none"),
+        (lambda x, y: 3, "got a int"),
+        (lambda x, y: (x, y, y, y), "got 4 parts"),
         (lambda x, y: (scipy.sparse.csr_matrix(x), y), "but got a csr_matrix"),
     ],
 )

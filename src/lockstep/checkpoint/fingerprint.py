@@ -163,9 +163,9 @@ def _difference(
 def _refuse(path: str, what: str, name: str, written: str, here: str) -> None:
     kind = {
         "variables": "a different model or optimizer",
-        "model": "another model",
+        "model": "a different model",
         "compiled": "a different optimizer, loss or metric",
-        "data": "other data",
+        "data": "different data",
     }[what]
     raise CheckpointMismatch(
         f"{path} was written with {kind}: {name[:60]} was {written[:90]}, but is now "

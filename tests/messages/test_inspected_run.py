@@ -123,7 +123,7 @@ def test_folders_that_are_no_run(run, tmp_path):
         with pytest.raises(errors.UnreadableFile) as caught:
             lockstep.inspect(folder)
         assert str(caught.value) == f"{folder} {said}"
-    with pytest.raises(errors.UnreadableFile, match="Make a file of it: lockstep export"):
+    with pytest.raises(errors.UnreadableFile, match="Export a file from it: lockstep export"):
         lockstep.rescue(run, tmp_path / "single.keras")
     RunFolder(tmp_path / "new").open()
     with pytest.raises(errors.CheckpointError, match="contains no checkpoint yet"):

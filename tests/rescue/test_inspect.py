@@ -145,7 +145,7 @@ def test_files_of_today(tmp_path):
     ("name", "content", "said"),
     [
         ("x.h5", b"", "is empty"),
-        ("x.h5", b"hello world, this is text", "of no known kind"),
+        ("x.h5", b"hello world, this is text", "of an unknown kind"),
         ("x.pt", b"PK\x05\x06" + bytes(18), "neither HDF5 nor .keras"),
         ("x.keras", b"PK\x03\x04 cut", "is not one"),
         ("model.ckpt.index", b"\x00\x00\x05", "TensorFlow checkpoint"),

@@ -239,7 +239,7 @@ def test_what_works_row_by_row_is_split(what):
 def test_functions_of_tensorflow_see_the_whole_batch(what):
     with pytest.warns(UnsplitBatchWarning, match=r"Keras layers and keras.ops\)") as warned:
         many = fit(lockstep.distribute(model(NOT_FOLLOWED[what]), 2))
-    assert any("declare it: lockstep.rowwise" in str(each.message) for each in warned)
+    assert any("declare the layer with lockstep.rowwise" in str(each.message) for each in warned)
     assert_same(many, fit(model(NOT_FOLLOWED[what])))
 
 

@@ -121,7 +121,7 @@ WHOLE = {
         lambda layer, x: x - ops.mean(x, axis=0) if hasattr(x, "requires_grad") else x,
         "reads 'requires_grad' of a tensor",
     ),
-    "a batch norm in a closure": (_norm_in_a_closure(), "'unheld', which the model does not hold"),
+    "a batch norm in a closure": (_norm_in_a_closure(), "'unheld', which is not part of the model"),
     "a function of PyTorch": (lambda layer, x: torch.sin(x), "functions other than Keras layers"),
     "statistics by hand": (lambda layer, x: x - ops.mean(x, axis=0), "Mean"),
     "a branch on a weight": (_branches_on_a_weight, "reads the value"),
@@ -179,7 +179,7 @@ def test_what_is_not_known_runs_whole(what):
     function, reason = WHOLE[what]
     with pytest.warns(UnsplitBatchWarning, match=rf"every device runs 'does' \(.*{reason}") as said:
         assert_same_fit(built(function))
-    assert any("declare it: lockstep.rowwise" in str(each.message) for each in said)
+    assert any("declare the layer with lockstep.rowwise" in str(each.message) for each in said)
 
 
 def test_a_layer_that_draws_numbers_of_pytorch_is_not_said_to_be_exact():
@@ -254,7 +254,7 @@ def test_the_advice_for_a_metric_in_a_call_fits(layer, said):
 
     with pytest.warns(UnsplitBatchWarning, match=said) as found:
         assert_same_fit(build)
-    assert not any("declare it" in str(each.message) for each in found)
+    assert not any("lockstep.rowwise" in str(each.message) for each in found)
 
 
 def _centers(self, x, training=None):

@@ -74,7 +74,7 @@ def _found(run: Path, best: bool) -> Found:
         return folder.read(run)
     if not folder.marked() or not folder.check() or not folder.checkpoints():
         runs = runs_within(run)
-        wanted = "the folder that lockstep.Checkpoint was given, or one checkpoint in it."
+        wanted = "the folder of a lockstep.Checkpoint, or one checkpoint in it."
         if runs:
             wanted = f"one of the runs in it: {runs[0]}"
         raise CheckpointError(f"{run} contains no checkpoint.\nName {wanted}")

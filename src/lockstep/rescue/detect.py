@@ -66,10 +66,13 @@ def kind_of(path: str) -> str:
             what, remedy = "an empty folder", "Give a file, or the folder of a lockstep.Checkpoint."
         if os.path.exists(os.path.join(path, "saved_model.pb")):
             what = "a TensorFlow SavedModel"
-            remedy = "Load it with keras.layers.TFSMLayer, or save HDF5 where it was written."
+            remedy = (
+                "Load it with keras.layers.TFSMLayer, or save it as HDF5 in the program that "
+                "wrote it."
+            )
         elif is_run(Path(path)):
             what = "a run of lockstep.Checkpoint"
-            remedy = f"Make a file of it: lockstep export {shlex.quote(path)} -o model.keras"
+            remedy = f"Export a file from it: lockstep export {shlex.quote(path)} -o model.keras"
         elif runs := runs_within(Path(path)):
             what, remedy = "a folder of runs", f"Give one of the runs in it: {runs[0]}"
         raise UnreadableFile(f"{path} is {what}, but a single file was expected.\n{remedy}")
@@ -93,7 +96,7 @@ def kind_of(path: str) -> str:
     name = os.path.basename(path)
     if name.endswith(".index") or ".data-0" in name or name == "checkpoint":
         raise _of_tensorflow(path, "part of")
-    what = "empty" if not size else f"of no known kind (it begins with {head[:8]!r})"
+    what = "empty" if not size else f"of an unknown kind (it begins with {head[:8]!r})"
     raise UnreadableFile(
         f"{path} is {what}: neither HDF5 nor .keras.\n"
         "If it should be one of these, it is damaged. Copy it again from the original location."
@@ -132,7 +135,9 @@ def _keras2(old: OldFile) -> Inspection:
     elif old.config is None and len(old.weighted) == 1 and not old.flaws and len(old.groups) > 1:
         parallel = None
     if old.backend not in (None, "tensorflow"):
-        notes.append(f"the {old.backend} backend of Keras saved it, which is not read")
+        notes.append(
+            f"it was saved with the {old.backend} backend of Keras, which is not supported"
+        )
     complete = bool(old.weights) and not old.flaws
     needs = code_needed(old.model_config)
     contents = "full model" if old.config else "weights"

@@ -232,8 +232,9 @@ def _unfolds(dataset: Any, stored: int, declared: int) -> bool:
     filters = [plan.get_filter(number)[0] for number in range(plan.get_nfilters())]
     if len(set(filters)) < len(filters) or set(filters) - {_SHUFFLE, _DEFLATE, _CHECKSUM, _LZF}:
         raise HostileFile(
-            f"{dataset.file.filename}: the array {dataset.name} is stored through filters that "
-            "Keras does not use.\nUnpack it: h5repack -f NONE old.h5 new.h5"
+            f"{dataset.file.filename}: the array {dataset.name} is stored with filters that "
+            "Keras does not use.\n"
+            "Unpack it: h5repack -f NONE old.h5 new.h5"
         )
     chunk = math.prod(map(int, dataset.chunks), start=int(dataset.dtype.itemsize))
     if chunk > max(UNFOLD_CAP, 2 * declared):

@@ -104,7 +104,7 @@ def require_modest(model: Any) -> int:
             return 1
         if depth > NESTING_CAP:
             raise UntranslatableModel(
-                f"The model has more than {NESTING_CAP} models within models.\n"
+                f"The model has more than {NESTING_CAP} nested models.\n"
                 "The file is damaged or malicious."
             )
         total = 0
@@ -210,7 +210,9 @@ def _sequential(name: str, layers: Any, build_shape: Any, context: RebuildContex
             0, keras.Input(batch_shape=tuple(shape), dtype=kind, name=f"{clean(name)}_input")
         )
     else:
-        context.add_note(f"the Sequential {name!r} has no input shape: its parent gives it")
+        context.add_note(
+            f"the Sequential {name!r} has no input shape; it is taken from the parent model"
+        )
     return Part(name, keras.Sequential(stacked, name=clean(name)), "Sequential", parts, True)
 
 
@@ -356,7 +358,7 @@ def _require_code(model: dict[str, Any], context: RebuildContext) -> None:
 def _require_list(layers: Any) -> None:
     if not isinstance(layers, list):
         raise UntranslatableModel(
-            "A model of the file has no list of layers.\nThe file is damaged or malicious."
+            "A model in the file has no list of layers.\nThe file is damaged or malicious."
         )
 
 

@@ -183,7 +183,7 @@ def _parts(item: Any) -> Parts:
         raise UnusableData(
             "(x, y) or (x, y, sample_weight) was expected, but got "
             f"{counted(len(item), 'part')}.\n"
-            "Put several inputs into a list or dict of their own."
+            "Put several inputs into one list or dict."
         )
     x, y, sample_weight = [*item, None, None][:3]
     return x, y, sample_weight

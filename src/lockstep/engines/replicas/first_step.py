@@ -509,10 +509,10 @@ class FirstSteps:
             self.alone[kind] = f"{PARTED}: {why}{declared_cause(found.name, self._model)}"
 
 
-PARTED = "is not the same on every device"
+PARTED = "does not give the same results on every device"
 """Begins the reason of a step that was tried. It may have changed what nothing here knows of."""
 
-NOT_TWICE = "is not the same twice on one device"
+NOT_TWICE = "gives different results in two runs on one device"
 """Begins the reason of a step that was tried, and has changed what nothing here knows of."""
 
 UNTRIED = "holds an object of"

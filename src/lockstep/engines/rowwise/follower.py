@@ -270,7 +270,7 @@ class Follower:
             for each_layer in inner:  # out of training, it draws nothing and takes no moments
                 treated = is_batch_norm(each_layer) or seed_generators(each_layer)
                 if treated and id(each_layer) not in self._held:
-                    self.refuse(f"it calls {each_layer.name!r}, which the model does not hold")
+                    self.refuse(f"it calls {each_layer.name!r}, which is not part of the model")
         if not each and not together and not draws:
             return self._rows_like(self._spec(layer, args, kwargs), None)
         if any(x.each is None and not is_for_all_rows(layer, x.shape) for x in operands):
@@ -346,7 +346,7 @@ class Follower:
         before = shape_of(x)
         one = len(before) < len(shape) or (len(before) == len(shape) and before[0] == 1)
         if not is_tensor(x) or each_of(x) is not None or not one:
-            self.refuse("the rows of one tensor repeated for all rows")
+            self.refuse("one row repeated for all rows")
         self.note("repeated", [], (x,), {})
         return self.made(shape, keras.backend.standardize_dtype(x.dtype))
 
@@ -358,7 +358,7 @@ class Follower:
         if not (seed is None or isinstance(seed, keras.random.SeedGenerator)) or tensors:
             self.refuse("random numbers that replicas would share")
         if seed is not None and id(seed) not in self._held:
-            self.refuse("it draws from a seed generator that the model does not hold")
+            self.refuse("it draws from a seed generator that is not part of the model")
         self.draws_without_seed |= seed is None
         if seed is None and self.draws_together:
             self.refuse("random numbers for all rows, drawn without a seed")

@@ -248,7 +248,7 @@ class _Comparison:
                 self.differences = found.differences
                 self.first_step, self.first_layer = found.first_step, found.first_layer
                 self.cause = f"In float64: {found.cause}"
-                self.notes.append(f"The differences are those in float64. {said}.")
+                self.notes.append(f"The listed differences are in float64. {said}.")
                 return
             self.zero_gradients, self.behind_zero_gradients = zero, behind
         _, layer, what = self._first_part(self.differences, self.names)

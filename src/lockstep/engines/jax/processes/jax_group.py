@@ -172,7 +172,7 @@ def _check_by_rows(value: jax.Array) -> None:
         UnusableData: If it is not.
     """
     where: dict[int, set[tuple[int, int]]] = {}
-    what = "is replicated over them" if value.is_fully_replicated else None
+    what = "is replicated" if value.is_fully_replicated else None
     places: Any = value.sharding.devices_indices_map(value.shape)
     for device, index in places.items():
         ranges = [part.indices(size)[:2] for part, size in zip(index, value.shape, strict=True)]

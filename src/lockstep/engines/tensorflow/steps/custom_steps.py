@@ -76,7 +76,7 @@ class CustomStep:
         if not all(
             leaf is None or isinstance(leaf, tf.Tensor) for leaf in keras.tree.flatten(data)
         ):
-            raise ReplicasDiffer("it is given ragged or sparse tensors")
+            raise ReplicasDiffer("it gets ragged or sparse tensors")
         self._rows = known_rows(data)
         data = keras.tree.map_structure(_with_hidden_rows, data)
         rows = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and leaf.shape.rank]

@@ -23,7 +23,7 @@ def unsplit_reason(model: Any, plan: Plan, reasons: Reasons, data: Any) -> str |
         if is_in_float8(layer):
             return f"has layer {layer.name!r} in float8, whose scale depends on the whole batch"
     if any(_is_composite(leaf) for leaf in keras.tree.flatten(data)):
-        return "is given ragged or sparse tensors"
+        return "gets ragged or sparse tensors"
     return None
 
 

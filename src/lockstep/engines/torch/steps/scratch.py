@@ -103,7 +103,7 @@ class Scratch:
             self._done.append((str(operation), described))
             if self._writes_outside(operation, args, kwargs):
                 if operation is not torch.ops.aten.copy_.default:
-                    self.refuse("it writes into a tensor from outside")
+                    self.refuse("it writes into a tensor from outside of it")
                 return args[0]
             outputs = operation(*args, **kwargs)
             for output in tree_leaves(outputs):

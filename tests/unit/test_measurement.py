@@ -218,7 +218,7 @@ def test_data_that_one_fit_would_use_up_are_refused(keras):
 
 
 def test_data_without_a_batch_are_refused(keras):
-    assert "the tuple holds none" in refused(model(keras), arrays(0))
+    assert "the tuple has none" in refused(model(keras), arrays(0))
     assert "the Items holds none" in refused(model(keras), items(keras, 0)[0])
 
 

@@ -95,7 +95,7 @@ def not_traceable():
             DeviceError,
             "gpu='h1000' was requested, but this GPU is not known.\n"
             "Known GPUs: a100, h100, h200, b200, l4, rtx4090, b300, rtx6000pro, l40s, a6000, "
-            "a40, a10g, rtx3090, t4, v100, p100. For another one",
+            "a40, a10g, rtx3090, t4, v100, p100. For a different GPU",
         ),
         (
             wide,
@@ -292,7 +292,7 @@ def test_the_report_says_what_the_memory_means(monkeypatch):
     assert words[0] == f"may not fit: {amount(compiled.memory - whole.peak)} left"
     assert words[2] == f"fits: {amount(compiled.memory - sharded.peak)} left"
     compiled = replace(compiled, memory=whole.peak - 1000)
-    assert compiled.verdict_of(whole) == "does not fit: 1.00 kB too much"
+    assert compiled.verdict_of(whole) == "does not fit: 1.00 kB over"
     smaller = lockstep.plan(wide, devices=1, memory="3MB")
     assert smaller.verdict_of(smaller.layouts[0]) == "state alone does not fit"
     assert lockstep.plan(wide, devices=1).verdict_of(whole) == ""
@@ -658,7 +658,7 @@ def test_the_micro_batch_that_fits_is_found_and_a_plan_with_it_agrees():
         "one more forward pass)."
     )
     assert "1,024 rows" in said[4]
-    assert "runs 1024 at once" in shown(fits).splitlines()[0]
+    assert "in micro-batches of 1024 per device" in shown(fits).splitlines()[0]
     smaller = lockstep.plan(
         eight_layers, devices=1, batch_size=4096, memory=peaks[512][0], micro_batch_size=1024
     )

@@ -486,7 +486,7 @@ def test_a_data_set_whose_error_says_nothing_is_refused_in_words():
         def __getitem__(self, number):
             raise ValueError
 
-    with pytest.raises(UnusableData, match="of this Empty Keras says: ValueError\n"):
+    with pytest.raises(UnusableData, match="does not accept this Empty: ValueError\n"):
         first_batches(Empty(), 1, None)
 
 

@@ -110,7 +110,7 @@ class BranchPrograms(Programs):
         """Raise: operations outside a program have no scopes of devices."""
         raise UnsupportedModel(
             f"{self._model.name!r} has branches on several devices, which need a compiled step, "
-            "but run_eagerly\nor jit_compile=False was requested.\nRemove both from compile(), "
+            "but\nrun_eagerly or jit_compile=False was requested.\nRemove both from compile(), "
             "or call lockstep.release(model) first."
         )
 

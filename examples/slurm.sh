@@ -15,7 +15,7 @@ export KERAS_BACKEND="${KERAS_BACKEND:-jax}"
 status=0
 srun --kill-on-bad-exit=1 python anywhere.py --folder runs/anywhere || status=$?
 
-# 143 (128 + SIGTERM): lockstep.Checkpoint has saved ahead of the time limit. The job goes on later.
+# 143 (128 + SIGTERM): lockstep.Checkpoint has saved before the time limit. The job resumes later.
 if [ "$status" -eq 143 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -31,7 +31,7 @@ Exit status:
   0  equal: every step was compared, and all agree
   1  different
   2  could not run: wrong arguments, one device, or an error in your code
-  3  cannot tell: the loss is not finite, no weight moved, or float64 cannot decide
+  3  cannot tell: the loss is not finite, no weight changed, or float64 cannot decide
 """
 """The exit status of `lockstep verify`. The first character prevents click from wrapping."""
 
@@ -66,8 +66,8 @@ class Commands(click.Group):
             if error.name != os.environ["KERAS_BACKEND"]:
                 raise
             raise _Misused(
-                f"KERAS_BACKEND={error.name} is set, and {error.name} is not installed.\n"
-                "Run lockstep doctor: it names the one thing to change."
+                f"KERAS_BACKEND={error.name} is set, but {error.name} is not installed.\n"
+                "Run lockstep doctor: it says what to change."
             ) from None
 
 
@@ -75,14 +75,14 @@ class Commands(click.Group):
 @click.version_option(__version__, package_name="keras-lockstep")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Train Keras models on several devices, with the numbers and files of one."""
+    """Train Keras models on several devices, with the same results and files as on one."""
     ctx.obj = os.environ.get("KERAS_BACKEND")
     # Not the backend in keras.json: Keras writes "tensorflow" there at its first import.
     backend = os.environ.setdefault("KERAS_BACKEND", "jax")
     if backend not in KERAS_BACKENDS:
         raise UnsupportedBackend(
-            f"KERAS_BACKEND={backend!r} was set, and Keras has {', '.join(KERAS_BACKENDS)}.\n"
-            "Set KERAS_BACKEND=jax, or leave it out."
+            f"KERAS_BACKEND={backend!r} is set, but Keras only has "
+            f"{', '.join(KERAS_BACKENDS)}.\nSet KERAS_BACKEND=jax, or unset it."
         )
     try:
         rehearsed_devices(os.environ)
@@ -121,16 +121,16 @@ class _Misused(click.ClickException):
 def demo(devices: int, epochs: int, output: Path) -> None:
     """Train two models on one device and on several, and compare.
 
-    One learns handwritten digits, the other Python's own source text, in one to two minutes.
-    The exit status is 0 if the runs agree, else 1. A GPU is not needed.
+    The models are a digit classifier and a language model of Python source code. The demo takes
+    one to two minutes and needs no GPU. The exit status is 0 if the runs agree, else 1.
 
     Example: lockstep demo --devices 8
     """
     missing = [name for name in ("sklearn", "matplotlib") if not _is_installed(name)]
     if missing:
         raise click.ClickException(
-            f"The demo needs {' and '.join(missing)}, which is not installed here.\n"
-            f"Install what it needs with: {install_command('demo')}"
+            f"The demo needs {' and '.join(missing)}, which is not installed.\n"
+            f"Install it with: {install_command('demo')}"
         )
     from lockstep.tools.demo import run_demo
 
@@ -139,7 +139,7 @@ def demo(devices: int, epochs: int, output: Path) -> None:
     except OSError as error:
         raise click.ClickException(
             f"--output={output}: the folder cannot be created: {error.strerror}.\n"
-            "Name a folder that can be made."
+            "Name a different folder."
         ) from None
     result = run_demo(devices, epochs, output)
     _show_demo(result)
@@ -148,7 +148,7 @@ def demo(devices: int, epochs: int, output: Path) -> None:
 
 @main.command()
 def devices() -> None:
-    """List the devices that are here, and their names.
+    """List the available devices and their names.
 
     Example: LOCKSTEP_REHEARSE=4 lockstep devices
     """
@@ -175,10 +175,10 @@ def devices() -> None:
 )
 @click.pass_obj
 def doctor(chosen_backend: str | None, test_devices: bool, train: bool) -> None:
-    """Show what a script will find here, and the one thing to change.
+    """Check the installation, and say what to change.
 
-    It is the first command on a new machine, with both options. The exit status is 0 if a script
-    can train here, no pair of devices is wrong and all devices train as one does, else 1.
+    Run it first on a new machine, with both options. The exit status is 0 if a script can train,
+    every pair of devices works, and training on all devices equals one device. Else it is 1.
 
     Example: lockstep doctor
     """
@@ -228,7 +228,7 @@ _micro_batch_size = click.option(
 
 @main.command(epilog=EXIT_STATUS)
 @click.argument("target")
-@click.option("--devices", default=None, help="How many, or which: 4, 0,2 or gpu:0,gpu:1.")
+@click.option("--devices", default=None, help="Number or names of devices: 4, 0,2 or gpu:0,gpu:1.")
 @click.option(
     "--steps",
     default=20,
@@ -236,10 +236,14 @@ _micro_batch_size = click.option(
     type=click.IntRange(min=1),
     help="Training steps to compare.",
 )
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), help=("Rows of a batch, if the data are arrays.")
+)
 @_micro_batch_size
-@click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices.")
-@click.option("--float64", is_flag=True, help="Build the model in float64; equal is 1e-10.")
+@click.option("--rehearse", is_flag=True, help="Rehearse on this number of virtual CPU devices.")
+@click.option(
+    "--float64", is_flag=True, help=("Build the model in float64. Equal means at most 1e-10 apart.")
+)
 @click.option(
     "--state",
     default=REPLICATED,
@@ -330,9 +334,11 @@ def _rehearsal_by_option(devices: str | None = None) -> Iterator[None]:
 @click.option(
     "--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds to measure."
 )
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows of a batch, for arrays.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), help=("Rows of a batch, if the data are arrays.")
+)
 @_micro_batch_size
-@click.option("--rehearse", is_flag=True, help="Make as many virtual CPU devices each time.")
+@click.option("--rehearse", is_flag=True, help="Rehearse on this number of virtual CPU devices.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def bench(
     target: str,
@@ -347,7 +353,8 @@ def bench(
     """Measure how fast a model trains on several numbers of devices.
 
     TARGET is file.py:function or package.module:function. The function returns
-    (model, data), with a compiled model. Each number of devices has its own process.
+    (model, data), with a compiled model. Each number of devices runs in a
+    separate process.
 
     Example: lockstep bench train.py:build --devices 1,2,4
     """
@@ -372,7 +379,8 @@ def _counts(devices: str) -> list[int]:
     parts = [part.strip() for part in devices.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise click.UsageError(
-            f"--devices={devices} was asked for; write numbers of devices, such as 1,2,4."
+            f"--devices={devices} is not a list of numbers. Write numbers of devices, such as "
+            "1,2,4."
         )
     return [int(part) for part in parts]
 
@@ -380,12 +388,18 @@ def _counts(devices: str) -> list[int]:
 @main.command()
 @click.argument("target")
 @click.option("--devices", default="1,2,4,8", show_default=True, help="Numbers of devices.")
-@click.option("--memory", help="Of one device: 24GB, or 80GiB.")
-@click.option("--gpu", help="Compile for it, without having it: h100, for example.")
+@click.option("--memory", help="Memory of one device: 24GB, or 80GiB.")
+@click.option("--gpu", help="Compile the step for this GPU, such as h100. No GPU is needed.")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Rows of the global batch.")
-@click.option("--micro-batch-size", type=click.IntRange(min=1), help="Rows of a device at once.")
-@click.option("--largest-batch", is_flag=True, help="Compile until it is found. Takes longer.")
-@click.option("--mixed-precision", is_flag=True, help="Add rows under mixed_bfloat16.")
+@click.option(
+    "--micro-batch-size",
+    type=click.IntRange(min=1),
+    help=("The most rows that a device runs at once."),
+)
+@click.option(
+    "--largest-batch", is_flag=True, help=("Search for the largest batch that fits. Takes longer.")
+)
+@click.option("--mixed-precision", is_flag=True, help="Add table rows for mixed_bfloat16.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def plan(
     target: str,
@@ -398,10 +412,10 @@ def plan(
     mixed_precision: bool,
     as_json: bool,
 ) -> None:
-    """Compute what each device holds and sends, before there are devices.
+    """Compute the memory and communication of each device.
 
     TARGET is file.py:function or package.module:function. The function returns a
-    compiled model, or (model, data). The values of the model are not made.
+    compiled model, or (model, data). The weights are not allocated, and no GPU is needed.
 
     Example: lockstep plan train.py:build --devices 1,2,4 --memory 24GB
     """
@@ -409,8 +423,8 @@ def plan(
 
     if largest_batch and gpu is None:
         raise click.UsageError(
-            "--largest-batch compiles the step for a GPU, and --gpu was not given. Add one, such "
-            "as --gpu h100."
+            "--largest-batch compiles the step for a GPU, but --gpu was not given. Add it, for "
+            "example --gpu h100."
         )
     counts = _counts(devices)
     if not rehearsed_devices(os.environ):
@@ -441,11 +455,15 @@ def plan(
     help="The plain .keras file to write.",
 )
 @click.option("--best", is_flag=True, help="The best checkpoint instead of the newest.")
-@click.option("--model", metavar="FILE.PY:FUNCTION", help="Makes the model, where code is needed.")
+@click.option(
+    "--model",
+    metavar="FILE.PY:FUNCTION",
+    help=("Function that builds the model, if it has custom code."),
+)
 def export(run: Path, output: Path, best: bool, model: str | None) -> None:
     """Write a plain .keras file of a checkpoint.
 
-    RUN is the folder that lockstep.Checkpoint was given, or one checkpoint in it.
+    RUN is the folder of a lockstep.Checkpoint, or one checkpoint in it.
 
     Example: lockstep export runs/digits -o model.keras
     """
@@ -454,7 +472,7 @@ def export(run: Path, output: Path, best: bool, model: str | None) -> None:
 
     made = model_alone(model) if model else None
     taken = export_model(run, output, made, best)
-    click.echo(f"Written: {output}, of {taken.name}")
+    click.echo(f"Written: {output}, from {taken.name}")
 
 
 main.add_command(inspect_command)

@@ -84,8 +84,9 @@ def distribute(
     check_state(state)
     if not isinstance(same_random_numbers, bool):
         raise TypeError(
-            f"same_random_numbers={same_random_numbers!r} was asked for, and only True and False "
-            "are possible.\nPass True for the random numbers of one device, or leave it out."
+            f"same_random_numbers={same_random_numbers!r} was requested, but only True and "
+            "False are possible.\n"
+            "Pass True to draw the same random numbers as one device, or remove the argument."
         )
     rows = check_micro_batch_size(micro_batch_size)
     engine = current_engine()
@@ -95,7 +96,7 @@ def distribute(
         state = REPLICATED
         warnings.warn(
             f'state="sharded" has no effect on one device: {names[0]} has the whole state.\n'
-            "Give two devices or more, or remove the argument.",
+            "Pass two or more devices, or remove the argument.",
             NothingToDoWarning,
             stacklevel=2,
         )
@@ -251,7 +252,7 @@ def check_model(model: object) -> None:
     legacy = _legacy_keras(model)
     if legacy is not None:
         raise NotAModel(
-            f"A Keras 3 model was expected, and this is a model of {legacy}, which is Keras 2.\n"
+            f"A Keras 3 model was expected, but got a model of {legacy}, which is Keras 2.\n"
             "Build it with `import keras`; where tf.keras is used, unset TF_USE_LEGACY_KERAS. "
             "For its weights,\n"
             "save them as .h5 with Keras 2, then lockstep.load_weights(model, file)."
@@ -263,8 +264,8 @@ def check_model(model: object) -> None:
     else:
         got = f"a {type(model).__name__} object"
     raise NotAModel(
-        f"A Keras model was expected, and this is {got}.\n"
-        "Give an instance of keras.Model: Sequential, functional or subclassed."
+        f"A Keras model was expected, but got {got}.\n"
+        "Pass an instance of keras.Model: Sequential, functional or subclassed."
     )
 
 
@@ -272,8 +273,8 @@ def check_state(state: str) -> None:
     """Raise `DeviceError` for any `state=` but those that `distribute` knows."""
     if not isinstance(state, str) or state not in (REPLICATED, SHARDED):
         raise DeviceError(
-            f"state={shown(state)} was given, and the state of a model is replicated or sharded.\n"
-            'Give state="sharded", or leave it out.'
+            f'state={shown(state)} was given, but the state must be "replicated" or "sharded".\n'
+            'Pass state="sharded", or remove the argument.'
         )
 
 
@@ -287,9 +288,9 @@ def check_micro_batch_size(size: object) -> int | None:
         rows = 0
     if rows < 1:
         raise DeviceError(
-            f"micro_batch_size={shown(size)} was given, and a whole number of rows of at least 1 "
-            "was expected.\nGive the most rows that a device is to run at once, such as 32, or "
-            "leave it out."
+            f"micro_batch_size={shown(size)} was given, but a whole number of at least 1 was "
+            "expected.\nPass the most rows that a device may run at once, such as 32, or remove "
+            "the argument."
         )
     return rows
 
@@ -332,7 +333,7 @@ def rowwise(layer: Declared) -> Declared:
         layer._lockstep_rowwise = True  # type: ignore[attr-defined]
     except (AttributeError, TypeError):
         raise NotAModel(
-            f"{shown(layer)} was to be declared row by row, and it is no layer, loss or metric.\n"
-            "Give a Keras layer, a class of layers, or a function that is written in Python."
+            f"{shown(layer)} cannot be declared row-wise: it is not a layer, loss or metric.\n"
+            "Pass a Keras layer, a class of layers, or a function that is written in Python."
         ) from None
     return layer

@@ -38,9 +38,9 @@ def worker_place() -> Place | None:
         return None
     if tuple(map(int, ray.__version__.split(".")[:2])) < _OLDEST:
         raise ProcessesDisagree(
-            f"Ray {ray.__version__} has started this process, and lockstep reads the place of a "
-            f"worker from\nRay {'.'.join(map(str, _OLDEST))} or later. "
-            "Install it on every node: pip install -U 'ray[train]'."
+            f"Ray {ray.__version__} has started this process, but lockstep needs\n"
+            f"Ray {'.'.join(map(str, _OLDEST))} or later. Upgrade it on every node: pip install "
+            "-U 'ray[train]'."
         )
     place = Place(
         context.get_world_rank(),
@@ -79,8 +79,8 @@ def _has_own_gpus(place: Place, context: Any) -> bool:
     if share < len(assigned):
         raise ProcessesDisagree(
             f"This is {place}, and Ray has assigned {share} of GPU {assigned[0]} to it: two "
-            "workers would train on one GPU.\nGive each a whole one: "
-            'ScalingConfig(resources_per_worker={"GPU": 1}).'
+            "workers would train on one GPU.\n"
+            'Give each worker a whole GPU: ScalingConfig(resources_per_worker={"GPU": 1}).'
         )
     seen = os.environ.get(_VISIBLE, "").split(",")
     if sorted(seen) == sorted(assigned):
@@ -88,7 +88,7 @@ def _has_own_gpus(place: Place, context: Any) -> bool:
     if len(seen) == len(assigned) * (place.local_size or 1) and {*assigned} <= {*seen}:
         return False  # TorchTrainer shows all workers of a node all of their GPUs
     raise ProcessesDisagree(
-        f"This is {place}. It sees the GPUs {','.join(seen)} ({_VISIBLE}), and Ray has assigned "
-        f"{','.join(assigned)}\nto it: another worker may train on the same ones. "
-        "Use DataParallelTrainer, or JaxTrainer with jax_config=JaxConfig()."
+        f"This is {place}. It sees the GPUs {','.join(seen)} ({_VISIBLE}), but Ray has assigned "
+        f"{','.join(assigned)}\nto it: another worker may train on the same GPUs. Use "
+        "DataParallelTrainer, or JaxTrainer with jax_config=JaxConfig()."
     )

@@ -13,7 +13,7 @@ def test_a_name_that_matches_nothing():
     with pytest.raises(UnsupportedModel, match="Did you mean 'dense_1'"):
         lockstep.place(chain(), {"dens_1": 0})
     with pytest.raises(
-        UnsupportedModel, match=r"names no layer of 'sequential.*\nIts layers: input"
+        UnsupportedModel, match=r"matches no layer of 'sequential.*\nIts layers: input"
     ):
         lockstep.place(chain(), {"lstm*": 0})
 
@@ -28,12 +28,12 @@ def test_devices_that_are_not_here_or_are_several():
         lockstep.place(chain(), {"dense_1": 99})
     with pytest.raises(DeviceNotFound), lockstep.on("gpu:7"):
         pass
-    with pytest.raises(DeviceError, match="a layer runs on one"):
+    with pytest.raises(DeviceError, match="a layer runs on only one"):
         lockstep.place(chain(), {"dense_1": "cpu:0,cpu:1"})
 
 
 def test_nothing_to_place():
-    with pytest.raises(UnsupportedModel, match=r"No layer of 'sequential.*was given a device"):
+    with pytest.raises(UnsupportedModel, match="No device was given for any layer of 'sequential"):
         lockstep.place(chain())
 
 

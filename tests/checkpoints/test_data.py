@@ -115,7 +115,7 @@ def test_what_cannot_be_written_down_is_told_before_training():
     batches = SimpleNamespace(
         data_adapter=SimpleNamespace(num_batches=np.array([7, 7])), steps_per_epoch=None
     )
-    with pytest.raises(CheckpointError, match="cannot be written down"):
+    with pytest.raises(CheckpointError, match="cannot be saved"):
         data_states.fingerprint(batches)
 
 

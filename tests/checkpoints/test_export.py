@@ -123,7 +123,7 @@ def test_a_class_of_ones_own_needs_its_code(tmp_path):
     made = trained(tmp_path / "run", own, epochs=1)
     status, said = export(tmp_path / "run", "-o", tmp_path / "model.keras")
     assert status == 1
-    assert "cannot be made from the checkpoint alone: Could not locate class 'Own'.\n" in said
+    assert "cannot be built from the checkpoint alone: Could not locate class 'Own'.\n" in said
     assert "--model FILE.PY:FUNCTION" in said
     (tmp_path / "code.py").write_text(
         "import numpy as np\n"
@@ -155,7 +155,7 @@ def test_another_model_of_the_same_shapes_is_refused(tmp_path):
         with pytest.raises(lockstep.errors.CheckpointMismatch, match="another model") as refused:
             export_model(tmp_path / "run", tmp_path / "a.keras", other)
         assert str(refused.value).splitlines()[1:] == [
-            "Name the function that makes the model it was written with."
+            "Name the function that builds the model of the checkpoint."
         ]
     export_model(tmp_path / "run", tmp_path / "a.keras", made("relu"))
 
@@ -178,11 +178,11 @@ def test_what_cannot_be_exported_is_refused_and_nothing_written(tmp_path):
     (tmp_path / "notes" / "a.txt").write_text("")
     trained(tmp_path / "run", small, epochs=1)
     cases = [
-        ((tmp_path / "none", "-o", tmp_path / "a.keras"), "has no checkpoint"),
-        ((tmp_path / "notes", "-o", tmp_path / "a.keras"), "has no checkpoint"),
+        ((tmp_path / "none", "-o", tmp_path / "a.keras"), "contains no checkpoint"),
+        ((tmp_path / "notes", "-o", tmp_path / "a.keras"), "contains no checkpoint"),
         ((tmp_path, "-o", tmp_path / "a.keras"), f"one of the runs in it: {tmp_path / 'run'}"),
         ((tmp_path / "run", "-o", tmp_path / "a.h5"), "a .keras file"),
-        ((tmp_path / "run", "--best", "-o", tmp_path / "a.keras"), "nothing was monitored"),
+        ((tmp_path / "run", "--best", "-o", tmp_path / "a.keras"), "the run monitored nothing"),
     ]
     for arguments, words in cases:
         status, said = export(*arguments)

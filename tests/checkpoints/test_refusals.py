@@ -27,7 +27,7 @@ from tests.checkpoints.data import (
 from tests.checkpoints.runs import assert_same_end, small, train
 from tests.conformance.side_by_side import BATCH
 
-ONWARDS = "Still possible: "
+ONWARDS = "You can still export the weights"
 
 
 def told(kind, call):
@@ -77,28 +77,28 @@ def fewer_rows():
 
 
 DIFFERENT = {
-    "model": ({"make": other_model}, "another model or optimizer: variable 0 was trainable/"),
-    "activation": ({"make": other_activation}, "another model: "),
+    "model": ({"make": other_model}, "a different model or optimizer: variable 0 was trainable/"),
+    "activation": ({"make": other_activation}, "a different model: "),
     "optimizer": (
         {"make": compiled(keras.optimizers.Adam)},
-        "another model or optimizer: variable ",
+        "a different model or optimizer: variable ",
     ),
     "momentum": (
         {"make": compiled(lambda: keras.optimizers.SGD(0.05, momentum=0.8))},
-        "another optimizer, loss or metric: optimizer config momentum was 0.9, and is 0.8",
+        "a different optimizer, loss or metric: optimizer config momentum was 0.9, but is now 0.8",
     ),
     "loss": (
         {"make": compiled(lambda: keras.optimizers.SGD(0.05, momentum=0.9), "mae")},
-        "another optimizer, loss or metric: loss was 'mse', and is 'mae'",
+        "a different optimizer, loss or metric: loss was 'mse', but is now 'mae'",
     ),
-    "rows": ({"source": fewer_rows}, "other data: rows was 49, and is 48"),
-    "content": ({"source": other_rows}, "other data: content 0 was "),
-    "batch size": ({"batch_size": 10}, "other data: batches per epoch was 7, and is 5"),
-    "order": ({"shuffle": False}, "other data: shuffle was True, and is False"),
-    "steps": ({"steps_per_epoch": 3}, "other data: steps_per_epoch was None, and is 3"),
+    "rows": ({"source": fewer_rows}, "different data: rows was 49, but is now 48"),
+    "content": ({"source": other_rows}, "different data: content 0 was "),
+    "batch size": ({"batch_size": 10}, "different data: batches per epoch was 7, but is now 5"),
+    "order": ({"shuffle": False}, "different data: shuffle was True, but is now False"),
+    "steps": ({"steps_per_epoch": 3}, "different data: steps_per_epoch was None, but is now 3"),
     "kind of data": (
         {"source": lambda: {"x": Batches(), "shuffle": True}},
-        "other data: kind was 'ArrayDataAdapter', and is 'PyDatasetAdapter'",
+        "different data: kind was 'ArrayDataAdapter', but is now 'PyDatasetAdapter'",
     ),
 }
 
@@ -125,13 +125,13 @@ def test_another_run_is_refused_and_nothing_is_overwritten(what, run):
 def test_a_folder_of_something_else(tmp_path):
     (tmp_path / "latest.weights.h5").write_text("Keras's")
     text = told(errors.NotARun, lambda: train(arrays, tmp_path))
-    assert "holds 'latest.weights.h5', but no run of lockstep; nothing in it was touched" in text
+    assert "contains 'latest.weights.h5', but no lockstep run. Nothing in it was changed" in text
     assert list(untouched(tmp_path).values()) == [b"Keras's"]
 
 
 # ------------------------------------------------------------- a folder that refuses
 
-NEXT = "Name a folder that this user may read and write, on a disk that has room."
+NEXT = "Name a folder that you can read and write, on a disk with enough space."
 
 
 def refusing(monkeypatch, name, number, only="lockstep.lock"):
@@ -167,9 +167,7 @@ def test_a_folder_that_the_system_refuses(call, number, only, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         refusing(patch, call, number, only)
         text = told(errors.CheckpointError, lambda: train(arrays, folder))
-    assert text == f"{folder} was given for checkpoints, and cannot be used: " + (
-        f"{os.strerror(number)}.\n{NEXT}"
-    )
+    assert text == f"{folder} cannot be used:" + (f"{os.strerror(number)}.\n{NEXT}")
     assert untouched(tmp_path) == before
 
 
@@ -211,7 +209,7 @@ def test_a_folder_that_is_a_file(tmp_path):
     link.symlink_to(tmp_path / "nowhere")
     for path in (file, link):
         text = told(errors.NotARun, lambda path=path: train(arrays, path))
-        assert text.startswith(f"{path} was given for checkpoints, and is a file or a broken link")
+        assert text.startswith(f"{path} is a file or a broken link")
     text = told(errors.CheckpointError, lambda: train(arrays, file / "run"))
     assert "cannot be used: Not a directory" in text
     assert list(untouched(tmp_path).values()) == [b"theirs"]
@@ -276,7 +274,7 @@ def test_a_loop_of_a_class_of_its_own(tmp_path):
             *(arrays()["x"], arrays()["y"]), callbacks=[lockstep.Checkpoint(tmp_path)]
         ),
     )
-    assert "or its fit does not call Keras's fit" in text
+    assert "does not call Keras's fit" in text
     assert not list(tmp_path.iterdir())
 
 
@@ -284,7 +282,10 @@ def test_a_loop_of_a_class_of_its_own(tmp_path):
     ("others", "words"),
     [
         (lambda path: [keras.callbacks.BackupAndRestore(path)], "BackupAndRestore and lockstep"),
-        (lambda path: [lockstep.Checkpoint(path / "b")], "2 checkpoints were given to one fit"),
+        (
+            lambda path: [lockstep.Checkpoint(path / "b")],
+            ("2 Checkpoint callbacks were passed to one fit"),
+        ),
     ],
 )
 def test_two_that_would_resume_one_run(others, words, tmp_path):
@@ -303,7 +304,7 @@ class Changing(Batches):
 
 def test_data_that_changes_itself_in_an_unknown_way(tmp_path):
     text = told(errors.CheckpointError, lambda: train(lambda: {"x": Changing()}, tmp_path))
-    assert text.startswith("Changing changes itself in on_epoch_end")
+    assert text.startswith("Changing changes its state in on_epoch_end")
     assert "get_state()" in text
 
 
@@ -331,7 +332,7 @@ def refused_when_resumed(source, folder, **cut):
     """Train with data that no checkpoint knows all of, and go on."""
     train(source, folder, **cut)
     text = told(errors.CheckpointMismatch, lambda: train(source, folder))
-    assert "draws random numbers of its own" in text
+    assert "random numbers that are not saved" in text
     assert ONWARDS in text
 
 
@@ -377,7 +378,7 @@ def loading(**options):
 def test_workers_that_keep_what_they_have_drawn(tmp_path):
     source = loading(batch_size=7, num_workers=1, persistent_workers=True)
     text = told(errors.CheckpointError, lambda: train(source, tmp_path))
-    assert "Say persistent_workers=False" in text
+    assert "Set persistent_workers=False" in text
 
 
 class OwnOrder:
@@ -426,9 +427,9 @@ def test_batches_that_do_not_come_again_are_noticed(tmp_path):
         }
 
     train(source(1), tmp_path, cut=10)
-    with pytest.warns(errors.CheckpointWarning, match="made once more"):
+    with pytest.warns(errors.CheckpointWarning, match="drawn again"):
         text = told(errors.CheckpointMismatch, lambda: train(source(2), tmp_path))
-    assert "random numbers of its own" in text
+    assert "random numbers that are not saved" in text
     assert ONWARDS in text
 
 
@@ -448,7 +449,7 @@ def test_other_rows_are_noticed_between_two_epochs_too(kind, tmp_path):
 
     train(kind, tmp_path, epochs=1, checkpoint={})
     text = told(errors.CheckpointMismatch, lambda: train(lambda: kind(others), tmp_path))
-    assert text.startswith("Batch 1 of the pass over the data has checksum ")
+    assert text.startswith("Batch 1 of the data now has the checksum")
     assert_same_end(train(kind, tmp_path), train(kind))
     gc.collect()  # the threads of Grain end with its iterators
 
@@ -459,9 +460,9 @@ def test_data_that_has_become_shorter(tmp_path):
         return lambda: {"x": (tuple(rows) for _ in range(batches)), "steps_per_epoch": 6}
 
     train(source(18), tmp_path, cut=10)
-    with pytest.warns(errors.CheckpointWarning, match="made once more"):
+    with pytest.warns(errors.CheckpointWarning, match="drawn again"):
         text = told(errors.CheckpointMismatch, lambda: train(source(5), tmp_path))
-    assert "the data ends after 5 now" in text
+    assert "the data now end after batch 5" in text
 
 
 def test_an_execution_that_does_not_begin_at_the_checkpoint(tmp_path):
@@ -475,7 +476,7 @@ def test_an_execution_that_does_not_begin_at_the_checkpoint(tmp_path):
 
     train(arrays, tmp_path, cut=2, make=make(3), checkpoint={"steps": 1, "background": False})
     text = told(errors.CheckpointMismatch, lambda: train(arrays, tmp_path, make=make(2)))
-    assert "after step 3 of its epoch, and with steps_per_execution=2" in text
+    assert "after step 3 of its epoch, but with steps_per_execution=2" in text
 
 
 def test_a_state_that_cannot_be_written_down(tmp_path):
@@ -493,14 +494,14 @@ def test_a_state_that_cannot_be_written_down(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"every": "batch"}, "every='batch' was asked for"),
-        ({"steps": 0}, "steps=0 was asked for"),
-        ({"steps": 2.5}, "steps=2.5 was asked for"),
-        ({"seconds": -1}, "seconds=-1 was asked for"),
-        ({"steps": 5, "seconds": 5}, "steps=5 and seconds=5 were asked for"),
-        ({"keep": 0}, "keep=0 was asked for"),
-        ({"mode": "best"}, "mode='best' was asked for"),
-        ({"learning_rate": 0.1}, "learning_rate=0.1 was asked for"),
+        ({"every": "batch"}, "every='batch' was requested"),
+        ({"steps": 0}, "steps=0 was requested"),
+        ({"steps": 2.5}, "steps=2.5 was requested"),
+        ({"seconds": -1}, "seconds=-1 was requested"),
+        ({"steps": 5, "seconds": 5}, "steps=5 and seconds=5 were requested"),
+        ({"keep": 0}, "keep=0 was requested"),
+        ({"mode": "best"}, "mode='best' was requested"),
+        ({"learning_rate": 0.1}, "learning_rate=0.1 was requested"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, words, tmp_path):
@@ -523,4 +524,4 @@ def test_a_list_of_callbacks_that_is_not_lockstep_s(tmp_path):
     text = told(
         errors.CheckpointError, lambda: made.fit(**arrays(), verbose=0, callbacks=callbacks)
     )
-    assert "Give fit a plain list of callbacks" in text
+    assert "Pass a plain list of callbacks" in text

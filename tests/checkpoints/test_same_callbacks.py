@@ -79,7 +79,8 @@ def test_a_value_of_another_monitor_is_not_taken():
     words = put_states([other], states_of([stopping("loss", best=0.1)]))
     assert other.best is None
     assert words == [
-        "EarlyStopping(monitor='val_loss', mode='min') is new, and begins anew",
+        "EarlyStopping(monitor='val_loss', mode='min') is not in the checkpoint, and starts "
+        "from its initial state",
         "EarlyStopping(monitor='loss', mode='min') is gone",
     ]
 
@@ -117,7 +118,8 @@ def test_a_subclass_that_may_have_a_state_of_its_own_is_named():
     assert put_states([Patient()], states_of([Patient()])) == []
     (words,) = put_states([Counting()], states_of([Counting()]))
     assert words == (
-        "Counting has no get_state and set_state, and what it adds to Keras's class begins anew"
+        "Counting has no get_state and set_state, so only the state of its Keras base class is "
+        "restored"
     )
 
 
@@ -144,7 +146,10 @@ def test_a_run_that_goes_on_says_so(tmp_path):
     train(arrays, tmp_path / "run", cut=10, callbacks=logging("a.csv"), checkpoint={})
     loggers[0].csv_file.close()  # which Keras leaves open
     (tmp_path / "b.csv").write_text("precious\n" * 99)
-    with pytest.warns(CheckpointWarning, match=r"b\.csv'\) is new, and begins anew"):
+    with pytest.warns(
+        CheckpointWarning,
+        match=r"b\.csv'\) is not in the checkpoint, and starts from its initial state",
+    ):
         train(arrays, tmp_path / "run", callbacks=logging("b.csv"), epochs=2)
     text = (tmp_path / "b.csv").read_text()
     assert text.count("precious") == 99

@@ -86,7 +86,7 @@ def test_auto_asks_the_metric(tmp_path):
 
 
 def test_a_monitor_that_is_not_in_the_logs_is_told(tmp_path):
-    with pytest.warns(errors.CheckpointWarning, match="'val_loss' was asked for, and the logs of"):
+    with pytest.warns(errors.CheckpointWarning, match="'val_loss' was requested, but the logs of"):
         train(arrays, tmp_path, checkpoint={"monitor": "val_loss"}, epochs=1)
 
 
@@ -202,7 +202,7 @@ def test_a_full_disk_warns_and_training_goes_on(beside, tmp_path, monkeypatch):
     assert_same_end(mine, train(arrays))
     words = [str(each.message) for each in told if each.category is errors.CheckpointWarning]
     assert "No space left on device" in words[0]
-    assert "Training goes on" in words[0]
+    assert "Training continues" in words[0]
     assert names(tmp_path) == [good]
 
 
@@ -221,7 +221,7 @@ def test_a_damaged_newest_one_is_told_and_the_one_before_goes_on(tmp_path):
     train(arrays, tmp_path, cut=10, checkpoint={"steps": 2, "background": False})
     newest, *_ = RunFolder(tmp_path).checkpoints()
     (newest / "arrays.safetensors").write_bytes(b"")
-    with pytest.warns(errors.CheckpointWarning, match="damaged and was passed over"):
+    with pytest.warns(errors.CheckpointWarning, match="was skipped"):
         mine = train(arrays, tmp_path)
     assert_same_end(mine, train(arrays))
 
@@ -317,11 +317,11 @@ def test_one_line_says_from_where(tmp_path, capsys):
     train(arrays, tmp_path, cut=11, devices=4, checkpoint={"steps": 3, "background": False})
     capsys.readouterr()
     train(arrays, tmp_path, devices=2, verbose=2)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "goes on" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "resumes from" in line]
     (newest,) = [line for line in lines if "epoch-0001-step-000002" in line]
     assert newest.endswith("epoch 2, after step 2; 4 devices then, 2 now")
     train(arrays, tmp_path, devices=2, verbose=2)
-    assert "nothing is left to do; 2 devices then, 2 now" in capsys.readouterr().out
+    assert "nothing left to do; 2 devices then, 2 now" in capsys.readouterr().out
 
 
 def test_evaluate_and_predict_take_no_notice(tmp_path):

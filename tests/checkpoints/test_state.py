@@ -302,7 +302,7 @@ def test_a_callback_without_them_is_named(tmp_path):
         pass
 
     train(arrays, tmp_path, cut=3, callbacks=[Silent])
-    said = r"Not every callback resumes from .*: Silent has no get_state and set_state, and begins"
+    said = r"not restored from .*: Silent has no get_state and set_state, and starts"
     with pytest.warns(CheckpointWarning, match=said):
         train(arrays, tmp_path, callbacks=[Silent])
 
@@ -347,12 +347,16 @@ def test_a_run_keeps_its_own_rate(tmp_path):
     truth = train(arrays, callbacks=[slowed])
     train(arrays, tmp_path, cut=10, callbacks=[slowed])
     options = {"make": lambda: small(0.0005), "callbacks": [slowed]}
-    said = r"rate 0.0005 of compile is not used: .* with 0.05, and goes on with 0.0(125|25)"
+    said = (
+        r"rate 0.0005 of compile is ignored: .* with 0.05, and the run continues with 0.0(125|25)"
+    )
     for cut in (1, 0):  # as long as the script has it
         with pytest.warns(lockstep.errors.CheckpointWarning, match=said) as warned:
             mine = train(arrays, tmp_path, cut=cut, **options)
         text = next(str(each.message) for each in warned if "of compile" in str(each.message))
-        assert text.endswith('with that of compile, give Checkpoint(..., learning_rate="compile").')
+        assert text.endswith(
+            'learning rate of compile, pass Checkpoint(..., learning_rate="compile").'
+        )
     assert_same_end(mine, truth)
 
 
@@ -393,7 +397,7 @@ def test_a_schedule_instead_of_a_rate_is_taken_or_refused(before, after, tmp_pat
     with pytest.raises(lockstep.errors.CheckpointMismatch) as refused:
         train(arrays, tmp_path, make=after)
     assert "ExponentialDecay(initial_learning_rate=0.05, decay_steps=5" in str(refused.value)
-    assert str(refused.value).endswith('give Checkpoint(..., learning_rate="compile").')
+    assert str(refused.value).endswith('pass Checkpoint(..., learning_rate="compile").')
     mine = train(arrays, tmp_path, make=after, checkpoint=OF_COMPILE)
     truth = train(arrays, make=before)
     kernel = next(path for path in mine[1] if path.endswith("kernel"))
@@ -457,7 +461,7 @@ def test_an_initial_epoch(tmp_path):
 
 def test_an_initial_epoch_after_the_checkpoint_is_refused(tmp_path):
     train(arrays, tmp_path, cut=5)
-    with pytest.raises(lockstep.errors.CheckpointError, match="initial_epoch=2 was asked for"):
+    with pytest.raises(lockstep.errors.CheckpointError, match="initial_epoch=2 was requested"):
         train(arrays, tmp_path, initial_epoch=2)
 
 

@@ -36,7 +36,7 @@ def test_a_time_limit_is_named_and_without_it_the_run_goes_on(tmp_path):
         history, _ = train(arrays, tmp_path, callbacks=[TwoEpochs], checkpoint={})
     assert len(history["loss"]) == 2
     text = str(told[-1].message)
-    assert "leave TwoEpochs out of callbacks" in text
+    assert "remove TwoEpochs from callbacks" in text
     assert len(text.splitlines()) <= 3
     with pytest.warns(CheckpointWarning, match="TwoEpochs is gone"):
         mine = train(arrays, tmp_path, checkpoint={})

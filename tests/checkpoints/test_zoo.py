@@ -16,7 +16,7 @@ SAVING = {"steps": 1, "background": False}
 def _quiet():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
-        warnings.filterwarnings("ignore", message=".*of a generator .* made once more")
+        warnings.filterwarnings("ignore", message=".*of a generator .* drawn again")
         yield
     gc.collect()  # the threads of Grain end with its iterators
 

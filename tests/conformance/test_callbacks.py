@@ -349,7 +349,7 @@ def test_the_printed_lines_are_the_same_but_for_one_more(verbose, tmp_path):
 
     one, many = both(script, tmp_path, devices=3)
     first, _, rest = many.returned.partition("\n")
-    line, _, held = first.rpartition(", without slots")[0].rpartition(", ")
+    line, _, held = first.rpartition(", without optimizer slots")[0].rpartition(", ")
     assert held.endswith("B of state each")
     assert line == (
         "lockstep: jax, 3 devices (cpu:0 to cpu:2, rehearsed), "

@@ -617,7 +617,7 @@ def test_data_without_a_batch_are_refused_in_words(call):
     before = weights(made)
     named, options = (call, {}) if call != "fit" else ("fit, in epoch 1,", {"shuffle": False})
     nothing = tf.data.Dataset.from_tensor_slices(held_out()).batch(7).filter(lambda *_: False)
-    with pytest.raises(UnusableData, match=f"^{named} was given 0 batches, and at least 1 is"):
+    with pytest.raises(UnusableData, match=f"^{named} was given 0 batches, but at least 1 is"):
         getattr(made, call)(nothing, verbose=0, **options)
     assert_same(weights(made), before, atol=0)
 

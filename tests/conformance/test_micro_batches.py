@@ -396,8 +396,8 @@ def test_a_run_goes_on_with_another_size(tmp_path):
 def test_verify_compares_one_device_in_parts_with_itself():
     found = lockstep.verify(chain(layers.Dropout(0.2)), data(), 1, 2, micro_batch_size=3)
     assert found.equal
-    assert str(found).startswith("1 device in micro-batches give what one device gives.")
-    assert "on one device and on 1, at most 3 rows at once" in str(found)
+    assert str(found).startswith("1 device in micro-batches give the same results as one device.")
+    assert "on one device and on 1 device, at most 3 rows at once" in str(found)
 
 
 # --------------------------------------------------------------------------------- refusals
@@ -411,9 +411,10 @@ def test_a_size_that_is_no_number_of_rows(size):
         with pytest.raises(DeviceError) as caught:
             call(made, 2, micro_batch_size=size)
         assert str(caught.value) == (
-            f"micro_batch_size={size!r} was given, and a whole number of rows of at least 1 was "
-            "expected.\nGive the most rows that a device is to run at once, such as 32, or leave "
-            "it out."
+            f"micro_batch_size={size!r} was given, but a whole number of at least 1 was "
+            "expected.\n"
+            "Pass the most rows that a device may run at once, such as 32, or remove the "
+            "argument."
         )
     assert vars(made).keys() == before.keys()
 
@@ -432,9 +433,10 @@ def test_a_step_in_which_nothing_would_be_cut():
     made = Apart([keras.Input((4,)), layers.Dense(2)], name="apart")
     made.compile("sgd", "mse")
     assert refusal(made) == (
-        "The train_step of 'apart' does not call self.stateless_call, whose rows "
-        "micro_batch_size=3 runs in parts:\nall rows of a device would run at once.\n"
-        "Call it in the step, or leave out micro_batch_size."
+        "The train_step of 'apart' does not call self.stateless_call, so micro_batch_size=3 "
+        "cannot split its rows:\n"
+        "all rows of a device would run at once.\n"
+        "Call self.stateless_call in the step, or remove micro_batch_size."
     )
 
 
@@ -452,10 +454,10 @@ def refusal(made, **options):
 
 def test_batch_norm_that_trains():
     assert refusal(chain(layers.BatchNormalization(name="norm"))) == (
-        "'norm' (BatchNormalization) needs the rows of the whole batch at once, and "
-        "micro_batch_size=3 gives it parts of them.\n"
-        "Use GroupNormalization or LayerNormalization, freeze it (trainable=False),\n"
-        "or leave out micro_batch_size."
+        "'norm' (BatchNormalization) needs all rows of the batch at once, but "
+        "micro_batch_size=3 splits them.\n"
+        "Use GroupNormalization or LayerNormalization, freeze the layer (trainable=False),\n"
+        "or remove micro_batch_size."
     )
 
 
@@ -491,8 +493,9 @@ class Running(layers.Layer):
 
 def test_a_variable_that_changes_by_the_rows():
     assert refusal(chain(Running(name="running"))) == (
-        "'sequential/running/mean' changes in the call of a layer, by the rows of the whole batch, "
-        "and\nmicro_batch_size gives the layer parts of them. Leave out micro_batch_size."
+        "'sequential/running/mean' is updated in the call of a layer from all rows of the "
+        "batch, but\n"
+        "micro_batch_size splits the rows. Remove micro_batch_size."
     )
 
 
@@ -501,9 +504,10 @@ def test_random_numbers_that_a_part_cannot_draw():
     gamma = Own(lambda self, x: x + keras.random.gamma(ops.shape(x), 1.0, seed=seeds), name="gamma")
     gamma.seeds = seeds
     assert refusal(chain(gamma)) == (
-        "'sequential': 'gamma' draws a key for each row, as keras.random.gamma, beta, binomial and "
-        "shuffle do,\nand a part of the rows cannot draw the numbers of its rows so.\n"
-        "Draw with keras.random.normal, uniform or dropout, or leave out micro_batch_size."
+        "'sequential': 'gamma' draws a key for each row, as keras.random.gamma, beta, binomial "
+        "and shuffle do,\n"
+        "so a micro-batch cannot draw the random numbers of its rows.\n"
+        "Draw with keras.random.normal, uniform or dropout, or remove micro_batch_size."
     )
 
 
@@ -513,7 +517,7 @@ def test_a_stateful_rnn():
     made = keras.Sequential([*made, layers.Dense(1)])
     made.compile("sgd", "mse")
     lockstep.distribute(made, 1, micro_batch_size=3)
-    with pytest.raises(UnsupportedModel, match=r"'memory' is stateful: it keeps a state for each"):
+    with pytest.raises(UnsupportedModel, match=r"'memory' is stateful: it keeps one state per"):
         made.fit(np.ones((8, 3, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
 
 
@@ -545,15 +549,15 @@ def test_a_number_of_rows_in_a_layer():
     merged = Own(lambda self, x: ops.reshape(x, (2, 24)) if x.shape[0] else x, name="merged")
     split = Own(lambda self, x: ops.reshape(x, (-1, 6)), name="split")
     text = refusal(chain(merged, split), steps_per_epoch=1)
-    assert text.startswith("'sequential' runs with the rows of a batch, and fails with the 3 of a")
+    assert text.startswith("'sequential' works with a whole batch, but fails with the 3 rows of a")
 
 
 @pytest.mark.parametrize("option", [{"run_eagerly": True}, {"jit_compile": False}])
 def test_a_step_that_is_not_compiled(option):
     assert refusal(chain(**option)) == (
-        "'sequential' was compiled with run_eagerly=True or jit_compile=False, and "
+        "'sequential' was compiled with run_eagerly=True or jit_compile=False, but "
         "micro_batch_size=3 needs a compiled step.\n"
-        "Leave both out of compile(), or leave out micro_batch_size."
+        "Remove both from compile(), or remove micro_batch_size."
     )
 
 
@@ -562,7 +566,7 @@ def test_an_output_whose_first_dim_has_no_rows():
     made = keras.Sequential([keras.Input((4,)), turn], name="turned")
     made.compile("sgd", lambda y, y_pred: ops.mean(y_pred))
     text = refusal(made)
-    assert text.startswith("'turned' has an output of shape (4, 8) for 8 rows, and its first")
+    assert text.startswith("'turned' has an output of shape (4, 8) for 8 rows: its first")
 
 
 def test_rows_that_differ_in_the_first_batch(monkeypatch):
@@ -579,7 +583,9 @@ def test_rows_that_differ_in_the_first_batch(monkeypatch):
 
     monkeypatch.setattr(call_in_parts, "trace_rows", all_by_rows)
     text = refusal(chain(Own(lambda self, x: x - ops.mean(x, axis=0))))
-    assert text.startswith("'sequential' gives other outputs for the first rows in two parts than")
+    assert text.startswith(
+        "'sequential' gives different outputs if the first rows run in two parts"
+    )
 
 
 def test_the_texts_of_refusals_are_short():

@@ -96,8 +96,8 @@ def test_what_the_engine_does_not_know_is_refused_before_anything_changes():
     with pytest.raises(UnsupportedBackend) as caught:
         lockstep.distribute(line(), devices=2, state="sharded")
     assert str(caught.value) == (
-        'state="sharded" was asked for, and \'numpy\' has state="replicated" only.\n'
-        'Leave out state="sharded".'
+        'state="sharded" was requested, but \'numpy\' supports only state="replicated".\n'
+        'Remove state="sharded".'
     )
 
 
@@ -159,7 +159,11 @@ def test_a_model_is_not_released_within_its_fit():
         caught.append(str(error.value).splitlines()[0])
 
     train(made, [Reads(release)], epochs=1)
-    assert caught[0].partition(" was")[2].startswith(" called within its fit, by a callback")
+    assert (
+        caught[0]
+        .partition(" was")[2]
+        .startswith(" called during its fit, for example by a callback")
+    )
 
 
 @pytest.mark.parametrize("after", [1, 4, 6])

@@ -65,7 +65,7 @@ def test_a_gradient_that_is_taken_on_trust_is_compared():
     """Its forward pass does not use the mean over rows, and its backward pass does."""
     scaled = Own(lambda self, x: scaled_by(x, 9 * ops.exp(ops.mean(x, axis=0))), name="scaled")
     assert refusal(chain(scaled)).startswith(
-        "'sequential' gives other gradients for the first rows in two parts than"
+        "'sequential' gives different gradients if the first rows run in two parts"
     )
 
 

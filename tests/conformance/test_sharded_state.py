@@ -446,13 +446,13 @@ def test_an_unknown_state():
         lockstep.distribute,
         lambda made, n, state: lockstep.verify(made, (X, Y), n, state=state),
     ):
-        with pytest.raises(DeviceError, match="state='shared' was given, and the state of a model"):
+        with pytest.raises(DeviceError, match="state='shared' was given, but the state must be \""):
             call(network(), 2, state="shared")
 
 
 def test_a_model_with_placed_layers_cannot_be_sharded():
     made = lockstep.place(network(), {"dense*": "cpu:1"})
-    with pytest.raises(LayoutConflict, match="has layers on several devices"):
+    with pytest.raises(LayoutConflict, match="has branches on several devices"):
         sharded(made)
 
 

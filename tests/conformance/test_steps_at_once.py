@@ -267,4 +267,4 @@ def test_one_line_says_it(capsys):
     fit(made, verbose=2)
     fit(made, verbose=2)
     lines = capsys.readouterr().out.splitlines()
-    assert lines.count("lockstep: 20 short steps run as one program") == 1
+    assert lines.count("lockstep: 20 short steps run in one program") == 1

@@ -168,8 +168,9 @@ def test_a_callback_cannot_take_the_model_off_its_devices(call, name):
         getattr(each, call)(x=X, **y, **OPTIONS, **shuffle, callbacks=callbacks)
     assert len(told) == (4 if call == "fit" else 3)
     assert told[0] == (
-        f"{name} of {made.name!r} was called within its {call}, by a callback say, and a model\n"
-        f"stays on its devices until that call has ended. Call {name} before or after it."
+        f"{name} of {made.name!r} was called during its {call}, for example by a callback. The "
+        "devices of a model\n"
+        f"cannot change during a call. Call {name} before or after it."
     )
     assert_same(weights(made), weights(alone))
     assert devices_of(made) == {3}

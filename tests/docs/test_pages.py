@@ -260,7 +260,7 @@ def test_the_lines_that_install_work_with_python_and_with_uv(tmp_path):
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "Nothing has to change." in done.stdout
+        assert "Nothing to change." in done.stdout
         assert (clone / ".venv" / "bin" / "lockstep").exists()
 
 

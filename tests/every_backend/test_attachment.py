@@ -66,9 +66,9 @@ def test_micro_batches_are_exact_or_refused():
     with pytest.raises(UnsupportedBackend) as caught:
         lockstep.distribute(model, 1, micro_batch_size=2)
     assert str(caught.value) == (
-        "micro_batch_size=2 was asked for, and on 'tensorflow' a device runs all of its rows at "
-        "once so far.\nOn JAX and PyTorch it runs them in parts, with the numbers of the whole "
-        "batch.\nSet KERAS_BACKEND=jax before Keras is imported, or leave out micro_batch_size."
+        "micro_batch_size=2 was requested, but 'tensorflow' does not support micro-batches.\n"
+        "Only JAX and PyTorch do.\n"
+        "Set KERAS_BACKEND=jax before Keras is imported, or remove micro_batch_size."
     )
     assert set(vars(model)) == before
     assert session_of(model) is None
@@ -145,7 +145,7 @@ def test_tensorflow_has_no_state_in_shards():
             pass
 
     for call in (distribute, build):
-        with pytest.raises(UnsupportedBackend, match='state="sharded" was asked for') as refused:
+        with pytest.raises(UnsupportedBackend, match='state="sharded" was requested') as refused:
             call()
         assert str(refused.value).count("\n") == 2
         assert str(refused.value).endswith("Run the same script with KERAS_BACKEND=jax.")

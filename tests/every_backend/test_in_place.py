@@ -127,7 +127,7 @@ def test_shared_layers_go_to_the_same_devices():
 
 def test_more_devices_than_are_here():
     here = lockstep.devices()
-    with pytest.raises(DeviceNotFound, match=f"{len(here)} are here"):
+    with pytest.raises(DeviceNotFound, match=f"{len(here)} are available"):
         lockstep.distribute(model(), len(here) + 1)
 
 

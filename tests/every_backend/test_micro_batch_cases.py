@@ -19,7 +19,7 @@ REFUSED = {
             *("subclassed, adamw", "batch norm", "batch norm, small momentum, no scale"),
             "batch norm, frozen",  # it trains first
         ],
-        "needs the rows of the whole batch at once",
+        "needs all rows of the batch at once",
     ),
     **dict.fromkeys(
         [
@@ -45,7 +45,7 @@ if BACKEND == "torch":
     REFUSED |= dict.fromkeys([*added, "nested and shared"], "adds a loss in its call")
     followed = ("draws of every kind", "draws with rows second", "an autoencoder")
     REFUSED |= dict.fromkeys([*followed, "rows as an attribute"], "not known to work row by row")
-    REFUSED["an output without rows"] = "its first dim is not made of rows|Keep the batch as the"
+    REFUSED["an output without rows"] = "its first dim is not the rows|Keep the batch dim"
     REFUSED["spectral normalization"] = "changes in the call of a layer"
 
 OF_JAX = {"keys of the user's", "an own step", "a gradient penalty", "two calls in a step"}

@@ -53,32 +53,41 @@ KILLED = ["killed predict", "killed fit"]
 REFUSED = {
     "plain beside": ("ProcessesDisagree", "was given plain data"),
     "plain evaluate": ("ProcessesDisagree", "was given plain data"),
-    "y": ("UnusableData", "y was given beside lockstep.process_local(ndarray)"),
-    "wrapped one by one": ("UnusableData", "the rows of a process are wrapped together"),
-    "split": ("UnusableData", "validation_split was given beside lockstep.process_local(tuple)"),
-    "few rows": ("UnusableData", "batch_size=1 was asked for, and it is that of the global batch"),
+    "y": ("UnusableData", "y was given together with lockstep.process_local(ndarray)"),
+    "wrapped one by one": ("UnusableData", "all arrays of a process must be wrapped together"),
+    "split": (
+        "UnusableData",
+        ("validation_split was given together with lockstep.process_local(tuple)"),
+    ),
+    "few rows": ("UnusableData", "batch_size=1 was requested, but the global batch"),
     "shapes": ("ProcessesDisagree", "float64[7], float64[2] in process 1, and float64[6], float64"),
-    "twice": ("UnusableData", "was given lockstep.process_local(ndarray), and data of this"),
-    "nothing": ("UnusableData", "was given None, and data of this process were expected"),
+    "twice": ("UnusableData", "was given lockstep.process_local(ndarray), but the data of this"),
+    "nothing": ("UnusableData", "was given None, but the data of this process were expected"),
     "no rows": ("UnusableData", "have no batch in any process"),
     "text": ("UnusableData", "an array of type <U1"),
     "a number": ("UnusableData", "an array of shape () beside 2 rows"),
-    "repeats": ("UnusableData", "has 31 rows for 4 processes, and repeats 1 of them"),
-    "a class weight": ("UnusableData", "class_weight was given, and these data take none"),
-    "a split class weight": ("UnusableData", "class_weight was given, and these data take none"),
+    "repeats": ("UnusableData", "has 31 rows for 4 processes, so it repeats 1 of them"),
+    "a class weight": (
+        "UnusableData",
+        ("class_weight was given, but it is not supported for this data"),
+    ),
+    "a split class weight": (
+        "UnusableData",
+        ("class_weight was given, but it is not supported for this data"),
+    ),
     "other files": ("UnusableData", "the arrays of the processes differ"),
     "other numbers": ("UnusableData", "split_reading was given arrays of [89, 90] rows"),
-    "batch beside": ("UnusableData", "beside them a ndarray of all rows"),
+    "batch beside": ("UnusableData", "together with a ndarray of all rows"),
     "replicated": ("UnusableData", "of all processes is replicated over them"),
-    "columns": ("UnusableData", "is split along another dim than its rows"),
-    "in reverse": ("UnusableData", "has its rows in another order than that of the processes"),
-    "plain global": ("ProcessesDisagree", "Wrap data of such arrays in lockstep.process_local"),
+    "columns": ("UnusableData", "is split along a dim other than its rows"),
+    "in reverse": ("UnusableData", "has its rows in a different order than the processes"),
+    "plain global": ("ProcessesDisagree", "Wrap such arrays in lockstep.process_local"),
     "verify beside": ("ProcessesDisagree", "was given plain data"),
-    "bench": ("UnusableData", "bench and plan take the data of all processes"),
+    "bench": ("UnusableData", "bench and plan need the data of all processes"),
     "random rows": ("UnusableData", "a row depends on more than its index"),
     "not by row": ("UnusableData", "split_reading was given a list_iterator"),
-    "other order": ("ProcessesDisagree", "draws other rows, or in another order"),
-    "adapt": ("UnusableData", "where an array or batches are expected"),
+    "other order": ("ProcessesDisagree", "draws different rows"),
+    "adapt": ("UnusableData", "where plain arrays or batches are expected"),
     "a tuple": ("UnusableData", "A tuple of process_local was given"),
     "batch sizes": ("ProcessesDisagree", "Process 1 was given batch_size=8, and process 0 "),
 }
@@ -264,7 +273,9 @@ def test_tools_take_it_as_plain_data_in_one_process(data):
 
 def test_y_beside_it_is_refused_in_one_process():
     model = lockstep.distribute(made(), 2)
-    with pytest.raises(UnusableData, match=r"y was given beside lockstep\.process_local\(ndarray"):
+    with pytest.raises(
+        UnusableData, match=r"y was given together with lockstep\.process_local\(ndarray"
+    ):
         model.fit(lockstep.process_local(X), Y, verbose=0)
 
 
@@ -275,7 +286,7 @@ SAME = iter([(X, Y)] * 3)
     ("makes", "said"),
     [
         (lambda: None, "a function that returned None"),
-        (lambda: (X, Y), "data that yield a ndarray, and tuples were expected"),
+        (lambda: (X, Y), "data that yield a ndarray, but tuples were expected"),
         (lambda: SAME, "returned the same list_iterator twice"),
     ],
 )
@@ -304,7 +315,7 @@ def test_a_pass_without_a_batch_is_a_warning():
 
 @pytest.mark.parametrize("data", [iter([(X, Y)]), zip(X, Y, strict=True)])
 def test_an_iterator_that_is_no_generator_is_refused(data):
-    with pytest.raises(UnusableData, match=f"a {type(data).__name__}, an iterator that is no"):
+    with pytest.raises(UnusableData, match=f"a {type(data).__name__}, an iterator that is not a"):
         lockstep.process_local(data)
 
 

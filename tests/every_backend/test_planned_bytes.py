@@ -113,7 +113,7 @@ def test_code_that_needs_values_gets_a_remedy():
 
     with pytest.raises(Exception) as caught:  # noqa: PT011
         lockstep.plan(build, devices=2)
-    assert "build it with model.build(shape)" in caught.value.__notes__[0]
+    assert "use model.build(shape)" in caught.value.__notes__[0]
 
 
 def test_statistics_of_data_are_taken():
@@ -182,14 +182,16 @@ def test_activations_are_those_of_jax_and_say_so(tmp_path):
     ]
     assert sizes[0] == sizes[1]
     assert min(sizes[0]) > 0
-    label = f"Activations are as compiled by JAX. {BACKEND} may need more."
+    label = f"Activations are those of a step compiled by JAX. {BACKEND} may need more memory."
     assert (label in found[1]["notes"]) == (BACKEND != "jax")
     plan = lockstep.plan(dense, devices=2)
     assert (plan.layouts[0].peak is None) == (BACKEND != "jax")
-    assert any("name the function" in note for note in plan.notes) == (BACKEND != "jax")
+    assert any("pass the name of the function" in note for note in plan.notes) == (BACKEND != "jax")
 
 
 def test_a_gpu_is_compiled_for_on_jax_alone():
     if BACKEND != "jax":
-        with pytest.raises(UnsupportedBackend, match=r"(?s)that is not here\..*KERAS_BACKEND=jax"):
+        with pytest.raises(
+            UnsupportedBackend, match=r"(?s)that is not installed\..*KERAS_BACKEND=jax"
+        ):
             lockstep.plan(dense, devices=2, gpu="h100")

@@ -97,7 +97,7 @@ def test_an_unfinished_call_goes_on_with_other_devices(tmp_path, capsys, times):
     end = keras.callbacks.LambdaCallback(on_predict_batch_end=lambda batch, logs: got.append(batch))
     capsys.readouterr()
     lockstep.predict(made, batches(), path, verbose=2, callbacks=end)
-    assert "scores.npy goes on after 32 rows" in capsys.readouterr().out
+    assert "scores.npy continues after 32 rows" in capsys.readouterr().out
     assert got == ([4, 5, 6] if times == 1 else [5, 7])
     assert_rows(np.load(path), wanted)
     assert [each.name for each in tmp_path.iterdir()] == ["scores.npy"]
@@ -290,15 +290,18 @@ def test_what_does_not_belong_together_is_refused_and_nothing_is_lost(tmp_path, 
     elif given == "batch size":
         data = batches(rows=4)
     elif given == "fewer":
-        data, words = batches(X[:16]), "4 batches are written, and the data end after 2 now"
+        data, words = batches(X[:16]), "4 batches are already written, but the data now end after 2"
     elif given == "fewer rows":
         data, options = X[:16], {"batch_size": 8}
-        words = "4 batches are written, and the data end after 2 now"
+        words = "4 batches are already written, but the data now end after 2"
     elif given == "steps":
-        options, words = {"steps": 3}, "steps=3 was given, and predictions of 4 steps are written"
+        options, words = (
+            {"steps": 3},
+            ("steps=3 was given, but predictions of 4 steps are already written"),
+        )
     else:
         (partial / "thesis.txt").write_text("mine")
-        words = "no folder of an unfinished prediction: it has 'thesis.txt'"
+        words = "not a folder of unfinished predictions: it contains 'thesis.txt'"
     with pytest.raises(PredictionFileError, match=words):
         lockstep.predict(other, data, path, verbose=0, **options)
     after = {each: each.read_bytes() for each in before}
@@ -451,9 +454,9 @@ def test_bad_input_says_what_to_do(tmp_path):
         (model(2), path, "2 outputs: a, b.\nName a folder, such as 'scores'"),
         (model(), tmp_path / "scores", "one output.\nName a file, such as 'scores.npy'"),
         (model(), tmp_path / "none/scores.npy", "there is no folder"),
-        (model(), 5, "to=5 was given, and a path was expected"),
-        (Averaged(), path, "one number for a batch"),
-        (Longer(), path, r"rows of the shape \(5,\) .* before them have\n\(8,\)"),
+        (model(), 5, "to=5 was given, but a path was expected"),
+        (Averaged(), path, "one value for the whole batch"),
+        (Longer(), path, r"rows of shape \(5,\) .* earlier rows have\n\(8,\)"),
     ):
         with pytest.raises(PredictionFileError, match=words):
             lockstep.predict(made, X, to, batch_size=8, verbose=0)

@@ -328,16 +328,16 @@ def refused(error, callbacks, made=None, **options):
 
 
 def test_bad_input_is_refused_before_the_first_step(tmp_path):
-    assert "2 profiles were given to one fit, and 1" in refused(ProfileError, [quiet(), quiet()])
+    assert "2 profiles were given to one fit, but one" in refused(ProfileError, [quiet(), quiet()])
     words = refused(ProfileError, [quiet(path=tmp_path / "no" / "profile.json")])
-    assert "no/profile.json' was asked for, and there is no folder" in words
+    assert "no/profile.json' was requested, but there is no folder" in words
     words = refused(ProfileError, keras.callbacks.CallbackList([quiet()], model=model()))
     assert "a plain list" in words
     words = refused(UnsupportedModel, [quiet()], made=model())
     assert "lockstep.distribute(model, devices=1)" in words
-    with pytest.raises(ProfileError, match="path=7 was given, and a path was expected"):
+    with pytest.raises(ProfileError, match="path=7 was given, but a path was expected"):
         quiet(path=7)
-    with pytest.raises(ProfileError, match="verbose='no' was asked for"):
+    with pytest.raises(ProfileError, match="verbose='no' was requested"):
         lockstep.Profile(verbose="no")
 
 

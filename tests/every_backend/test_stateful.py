@@ -216,7 +216,7 @@ REFUSED = {
     "torch": (ValueError, "the batch size of the input sequences must be the same"),
     "tensorflow": (
         UnsupportedModel,
-        r"^The state of '\w+' has 8 rows, and a batch has another number",
+        r"^The state of '\w+' has 8 rows, but the batch has a different number",
     ),
 }
 

@@ -131,7 +131,7 @@ def test_a_layer_that_reads_the_devices_is_named(monkeypatch, factor):
     assert not found.equal
     assert found.first_step == 1
     assert found.first_layer.endswith("culprit")
-    assert "something else on several devices" in found.cause
+    assert "a different result on several devices" in found.cause
 
 
 @pytest.mark.thorough
@@ -202,9 +202,9 @@ def test_a_loss_that_is_not_finite_is_not_called_equal(row, step, capsys):
     assert bool(found.differences) == (step == 2)  # those of the step before
     found.show(Console())
     said = " ".join(capsys.readouterr().out.split())
-    assert "The comparison cannot tell whether they give the same." in said
+    assert "The comparison cannot tell whether the results are the same." in said
     assert f"not finite from step {step} on" in said
-    assert "give what one device gives" not in said
+    assert "give the same results as one device" not in said
 
 
 SCRIPT = """

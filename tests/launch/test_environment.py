@@ -165,15 +165,15 @@ def test_the_place_of_a_process_by_the_variables_of_its_launcher(case):
 
 
 REFUSED = {
-    "a cluster that is no JSON": ({"TF_CONFIG": "{worker"}, "TF_CONFIG='{worker' is set, and JSON"),
-    "a cluster that is a list": ({"TF_CONFIG": "[1]"}, "TF_CONFIG='[1]' is set, and JSON with"),
+    "a cluster that is no JSON": ({"TF_CONFIG": "{worker"}, "TF_CONFIG='{worker' is set, but JSON"),
+    "a cluster that is a list": ({"TF_CONFIG": "[1]"}, "TF_CONFIG='[1]' is set, but JSON with"),
     "a cluster without a task": (
         {"TF_CONFIG": json.dumps({"cluster": {"worker": TWO}})},
-        "its task (type None, index None) is none of its 2",
+        "its task (type None, index None) is not among its 2",
     ),
     "a worker beyond its cluster": (
         cluster("worker", 2, worker=TWO),
-        "its task (type 'worker', index 2) is none of its 2",
+        "its task (type 'worker', index 2) is not among its 2",
     ),
     "a cluster of hosts without ports": (
         cluster("worker", 0, worker=["a", "b"]),
@@ -181,11 +181,12 @@ REFUSED = {
     ),
     "a cluster with parameter servers": (
         cluster("worker", 0, worker=TWO, ps=["c:1"]),
-        "TF_CONFIG has ps tasks, and lockstep trains in chief and worker tasks",
+        "TF_CONFIG has ps tasks, but lockstep supports only chief and worker tasks",
     ),
     "an evaluator": (
         cluster("evaluator", 0, worker=TWO),
-        "TF_CONFIG has a task of type 'evaluator', and lockstep trains in chief and worker tasks",
+        "TF_CONFIG has a task of type 'evaluator', but lockstep supports only chief and worker "
+        "tasks",
     ),
     "lockstep run with a cluster that all processes are given": (
         {**OURS, **cluster("worker", 0, worker=TWO)},
@@ -194,9 +195,9 @@ REFUSED = {
     ),
     "a size without a rank": (
         {"WORLD_SIZE": "4"},
-        "WORLD_SIZE=4 is set, and RANK is not",
+        "WORLD_SIZE=4 is set, but RANK is not",
     ),
-    "a rank without a size": ({"RANK": "1"}, "RANK=1 is set, and WORLD_SIZE is not"),
+    "a rank without a size": ({"RANK": "1"}, "RANK=1 is set, but WORLD_SIZE is not"),
     "a rank beyond the size": (
         {**OURS, "LOCKSTEP_PROCESS": "4"},
         "LOCKSTEP_PROCESS=4 and LOCKSTEP_PROCESSES=4 are set",
@@ -205,7 +206,7 @@ REFUSED = {
     "an elastic number of hosts": ({**OPTIONS, "PET_NNODES": "1:4"}, "PET_NNODES='1:4' is set"),
     "no address": (
         {"WORLD_SIZE": "2", "RANK": "0"},
-        "process 0 of 2 (torchrun: RANK, WORLD_SIZE), and no variable says where",
+        "process 0 of 2 (torchrun: RANK, WORLD_SIZE), but no environment variable",
     ),
     "an address without a port": (
         {**OURS, "LOCKSTEP_COORDINATOR": "here"},
@@ -213,7 +214,8 @@ REFUSED = {
     ),
     "no address of lockstep's own": (
         {"LOCKSTEP_PROCESSES": "2", "LOCKSTEP_PROCESS": "1"},
-        "process 1 of 2 (lockstep: LOCKSTEP_PROCESSES, LOCKSTEP_PROCESS), and no variable says",
+        "process 1 of 2 (lockstep: LOCKSTEP_PROCESSES, LOCKSTEP_PROCESS), but no environment "
+        "variable",
     ),
     "two launchers": (
         {**TORCHRUN, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"},
@@ -222,8 +224,9 @@ REFUSED = {
     ),
     "Open MPI 4, process 0 on another host than mpirun": (
         {**OPEN_MPI_0, DAEMON: "1531576320.1;tcp://10.96.0.2:40327"},
-        "This is process 0 of 2 (Open MPI: OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK), and no "
-        "variable says where the processes meet.\nSet LOCKSTEP_COORDINATOR=host:port",
+        "This is process 0 of 2 (Open MPI: OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK), but no "
+        "environment variable gives the address of the coordinator.\n"
+        "Set LOCKSTEP_COORDINATOR=host:port",
     ),
     "two launchers with other numbers": (
         {**JAX, **SLURM},

@@ -32,7 +32,7 @@ def test_the_line_that_started_jax_before_the_processes_joined_is_named(tmp_path
     said = warm_script(tmp_path / "late.py", KERAS_BACKEND="jax", JAX_PLATFORMS="cpu", **SLURM)
     assert said.startswith("This is process 1 of 2 (Slurm: SLURM_STEP_NUM_TASKS, SLURM_PROCID, ")
     line = "return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])"
-    assert f"before it joined them, at late.py line 6: {line[:60]}.\n" in said
+    assert f"before the processes were connected, at late.py line 6: {line[:60]}.\n" in said
     assert len(said.splitlines()) == 3
 
 

@@ -191,7 +191,7 @@ def test_two_nodes_train_what_one_device_trains(fault, cluster, tmp_path, truth)
     assert status == 0, out + error
     assert "returned (0, 2)" in out
     assert "jax, 4 devices" in out
-    assert ("lockstep: goes on from" in out) is bool(fault)
+    assert ("lockstep: resumes from" in out) is bool(fault)
     assert_trained(folder, truth)
     assert_one_set(folder, out.replace("(RayTrainWorker", "\n(RayTrainWorker"))
 
@@ -243,7 +243,7 @@ def test_the_example_goes_on_with_another_number_of_workers(cluster, tmp_path):
     assert "jax, 4 devices" in out
     status, out, error = run(cluster, example, "--workers", 1, "--epochs", 2, *small)
     assert status == 0, out + error
-    assert "lockstep: goes on from" in out
+    assert "lockstep: resumes from" in out
     assert "4 devices then, 2 now" in out
     whole = ["--workers", 1, "--epochs", 2, *small[:-1], tmp_path / "whole"]
     status, out, error = run(cluster, example, *whole, LOCKSTEP_REHEARSE="1")
@@ -257,8 +257,8 @@ def test_the_example_goes_on_with_another_number_of_workers(cluster, tmp_path):
 def test_a_worker_that_has_started_jax_too_early_is_told_the_call_to_make(cluster, tmp_path):
     status, out, error = run(cluster, CASES, "late", tmp_path / "run", 2)
     assert status != 0
-    assert "(Ray Train: ray.train.get_context()), and JAX started its devices" in out + error
-    assert "Call lockstep.initialize() before the first Keras operation" in out + error
+    assert "(Ray Train: ray.train.get_context()), but JAX started its devices" in out + error
+    assert "call lockstep.initialize() before the first Keras operation" in out + error
 
 
 @pytest.mark.whole

@@ -150,7 +150,7 @@ def test_who_asks_for_a_process_group_is_told_to_leave_the_sampler_out(tmp_path)
     """PyTorch's own text says to call init_process_group, which lockstep refuses."""
     words = "Default process group has not been initialized, please make sure to call init_process"
     _, _, error = run(tmp_path, f"raise ValueError({words!r})", "--processes", "2")
-    assert "lockstep run: a DistributedSampler asked for that: leave it out." in error
+    assert "lockstep run: a DistributedSampler needs a process group: remove the sampler." in error
     none_left(tmp_path)
 
 
@@ -311,8 +311,10 @@ with phase("training", compiles=True):
     status, _, error = run(tmp_path, body, "--processes", "2", "--hang-timeout", "2")
     assert status == 124
     assert "process 0 stands in training, epoch 3, after 5 steps, since" in error
-    assert "process 1 of 2 failed first: stood still in training, epoch 3, after 4 steps" in error
-    assert ("it was stopped by a signal" in error) is stops
+    assert (
+        "process 1 of 2 failed first: made no progress in training, epoch 3, after 4 steps" in error
+    )
+    assert ("it was suspended by a signal" in error) is stops
     lines = error.splitlines()
     assert any("stands_still" in line and not line.startswith("[1]") for line in lines)
     assert any("[1]" in line and "stands_still" in line for line in lines) is not stops
@@ -401,7 +403,7 @@ REFUSED = {
     "a script that is not there": (
         (),
         {},
-        "none.py was to be run, and there is no such file in",
+        "There is no script none.py in",
     ),
     "more processes than GPUs": (
         ("--processes", "3"),
@@ -411,7 +413,7 @@ REFUSED = {
     "GPUs that cannot be divided": (
         ("--processes", "2"),
         {"CUDA_VISIBLE_DEVICES": "0,1,2"},
-        "--processes=2 was asked for, and 3 GPUs are here, which they cannot divide.",
+        "--processes=2 was requested, but 3 GPUs cannot be divided equally between them.",
     ),
     "more devices than GPUs": (
         ("--processes", "2", "--devices-per-process", "2"),

@@ -19,13 +19,14 @@ def run(count, folder, *cases, patience=60):
 def test_every_process_ends_in_words_what_one_does_alone(tmp_path):
     cases = "a_sample", "calls_between_steps", "files", "alone"
     first, second = run(2, tmp_path, *cases, patience=5)
-    alone = "Process 0 {} a variable, of which each process has a part, and another one does not."
+    alone = "Process 0 {} a sharded variable, but another process does not."
     read, assigned = alone.format("reads"), alone.format("assigns to")
     both = [
-        "Two processes read different variables, of which each process has a part.",
-        "'sequential' was to be exported, and each process has a part of its variables.",
-        "state_dict of 'sequential' was called, and its state is sharded.",
-        "'sequential' was to be verified with its state in shards, and several processes run.",
+        "Two processes read different sharded variables.",
+        "'sequential' cannot be exported, because its variables are sharded across processes.",
+        "state_dict of 'sequential' was called, but its state is sharded.",
+        "'sequential' cannot be verified with sharded state across several processes:\n"
+        "verify needs",
     ]
     of_fit = [first.pop(3), second.pop(0)]  # the one that gives up first ends the call of the other
     assert first == [read, assigned, read, *both]
@@ -69,7 +70,7 @@ def test_the_model_after_an_error_or_a_signal_in_one_process(tmp_path):
     """It is as after the last step of all, unless the error is in an update."""
     assert run(2, tmp_path, "a_signal") == [["KeyboardInterrupt"]] * 2
     first, second = run(2, tmp_path, "errors")
-    lost = "'sequential' is lost: its state was sharded, and an error has ended an update,"
+    lost = "'sequential' is lost: its state was sharded, and an error interrupted an update,"
     assert [line.split(" by ")[0] for line in first[:2]] == ["Process 1 left its fit"] * 2
     assert second[:2] == ["KeyError"] * 2
     assert first[2:] == second[2:] == [lost] * 2

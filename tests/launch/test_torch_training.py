@@ -82,7 +82,7 @@ def test_two_processes_of_torchrun_train_what_one_device_trains(tmp_path, truth)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     status, out, error = launch([*command, "--master-port", port], tmp_path / "two")
     assert status == 0, out + error
-    assert f"lockstep: 2 processes join at 127.0.0.1:{int(port) + 1} (torchrun: RANK," in error
+    assert f"lockstep: 2 processes connect at 127.0.0.1:{int(port) + 1} (torchrun: RANK," in error
     assert out.count("lockstep: torch, 2 devices") == 1
     assert_trained(tmp_path / "two", truth, out)
 
@@ -106,7 +106,7 @@ def test_two_processes_train_what_one_device_trains_after_a_fault_of_one(
     status, out, error = launch(command, tmp_path / "two", fault, str(at))
     assert status == 0, out + error
     assert words in error
-    assert "lockstep: goes on from" in out
+    assert "lockstep: resumes from" in out
     assert_trained(tmp_path / "two", truth, out)
 
 
@@ -119,21 +119,21 @@ def test_sigterm_to_one_process_saves_and_ends_all_after_the_same_step(tmp_path,
     assert "trained by process" not in out
     status, out, error = launch(LOCKSTEP_RUN, tmp_path / "two", "told to leave", "1")
     assert status == 0, out + error
-    assert "lockstep: goes on from" in out
+    assert "lockstep: resumes from" in out
     assert_trained(tmp_path / "two", truth, out)
 
 
 DISAGREE = "torch_disagree.py"
 WHAT_DIFFERS = {
-    "other_rows": "Process 1 has another first batch",
-    "other_last_rows": "Among the 6 batches of this epoch, process 1 had another one",
-    "other_number_of_rows": "Process 1 has another first batch, or another number",
+    "other_rows": "Process 1 has a different first batch",
+    "other_last_rows": "In one of the 6 batches of this epoch, process 1 had different rows",
+    "other_number_of_rows": "Process 1 has a different first batch, or a different number",
     "fewer_batches": "Process 1 ends after 3 batches, and process 0 goes on",
-    "assigned_by_one": "Process 1 has assigned other values to variables than process 0",
-    "an_error_in_a_step": "Process 1 left its fit by an error",
-    "another_plan": "Process 1 runs other layers of",
-    "another_batch_by_hand": "Process 1 has another batch than process 0 in the data of its",
-    "another_late_row_by_hand": "Process 1 has another batch than process 0 in the data of its",
+    "assigned_by_one": "Process 1 has assigned different values to variables than process 0",
+    "an_error_in_a_step": "Process 1 left its fit with an error",
+    "another_plan": "Process 1 runs different layers of",
+    "another_batch_by_hand": "Process 1 has a different batch than process 0 in the data of its",
+    "another_late_row_by_hand": "Process 1 has a different batch than process 0 in the data of its",
     "another_model": "Process 1 brings 2 variables with 28 numbers, and process 0 brings 2 with 21",
 }
 
@@ -213,5 +213,5 @@ def test_a_process_of_several_devices_is_refused(tmp_path):
     command = [*LOCKSTEP_RUN, "--devices-per-process", "2"]
     status, _, error = launch(command, tmp_path / "two")
     assert status == 1
-    assert "and it has 2 devices; on 'torch' each process trains on one." in error
+    assert "and it has 2 devices, but on 'torch' each process trains on one." in error
     assert "Start 4 processes" in error

@@ -88,7 +88,7 @@ def test_two_processes_train_what_one_device_trains_after_a_fault_of_one(
     assert process.returncode == 0, out + error
     assert f"process {at} of 2 failed first: {WORDS[fault]}" in error
     assert "restart 1 of 1" in error
-    assert "lockstep: goes on from" in out
+    assert "lockstep: resumes from" in out
     assert "jax, 4 devices" in out
     assert "never called lockstep.distribute" not in error
     assert_trained(tmp_path, truth)
@@ -104,7 +104,7 @@ def test_two_processes_of_torchrun_train_what_one_device_trains(tmp_path, truth)
     process = launch([*command, "--master-port", port], tmp_path, LOCKSTEP_REHEARSE="2")
     out, error = end_of(process)
     assert process.returncode == 0, out + error
-    assert f"lockstep: 2 processes join at 127.0.0.1:{int(port) + 1} (torchrun: RANK," in error
+    assert f"lockstep: 2 processes connect at 127.0.0.1:{int(port) + 1} (torchrun: RANK," in error
     assert "jax, 4 devices" in out
     assert_trained(tmp_path, truth)
     assert_one_set(tmp_path, out)
@@ -126,8 +126,8 @@ def test_a_process_that_is_stopped_in_a_fit_is_named(at, tmp_path):
     process = launch([*LOCKSTEP_RUN, *options], tmp_path, "stopped", str(at))
     _, error = end_of(process)
     assert process.returncode == 124
-    assert f"process {at} of 2 failed first: stood still in training, epoch 2, after" in error
-    assert "it was stopped by a signal" in error
+    assert f"process {at} of 2 failed first: made no progress in training, epoch 2, after" in error
+    assert "it was suspended by a signal" in error
     assert "train.py" in error  # in the stack of the other process
 
 
@@ -146,7 +146,7 @@ def test_ctrl_c_saves_and_the_next_run_goes_on(tmp_path, truth):
     assert not (tmp_path / "model.keras").exists()
     process = launch([*LOCKSTEP_RUN, *options], tmp_path)
     out, error = end_of(process)
-    assert "lockstep: goes on from" in out
+    assert "lockstep: resumes from" in out
     assert_trained(tmp_path, truth)
 
 

@@ -127,7 +127,7 @@ def built_and_compiled_later():
         model.train_on_batch(*data("mlp", 8))
         fit(model)
     assert_equal(one, many)
-    assert "was one of 'sequential" in words(before.numpy)
+    assert "belonged to 'sequential" in words(before.numpy)
     lockstep.release(many)
     assert {type(variable) for variable in many.variables} == {keras.Variable}
     assert_equal(fit(one), fit(many))
@@ -271,13 +271,13 @@ def words(call):
 def writes_in_place():
     _, many = pair(mlp)
     assert words(many.layers[0].parameters) == (
-        "parameters of 'dense' was called, and its state is sharded."
+        "parameters of 'dense' was called, but its state is sharded."
     )
     with torch.no_grad():
         for _, parameter in torch.nn.Module.named_parameters(many.layers[0]):  # around that guard
             parameter.mul_(0.5)
     for call in (many.get_weights, lambda: fit(many)):
-        assert "was written into in place" in words(call)
+        assert "was changed in place" in words(call)
 
 
 def two_models():

@@ -127,12 +127,12 @@ def test_a_job_that_is_queued_again_goes_on_at_its_checkpoint(backend, nodes, al
 
     reaches(3)
     nodes.ask("scancel", "--signal=TERM", job)  # to the tasks, as --signal=TERM@120 does
-    until(lambda: "run the same command to go on" in (tmp_path / "job.log").read_text())
+    until(lambda: "run the same command to resume" in (tmp_path / "job.log").read_text())
     reaches(steps(runs)[0] + 2)
     nodes.ask("scontrol", "requeue", job)
     log = end_of(nodes, job, tmp_path)
-    assert log.count("run the same command to go on") == 2, log
-    assert log.count("lockstep: goes on from") == 2, log
+    assert log.count("run the same command to resume") == 2, log
+    assert log.count("lockstep: resumes from") == 2, log
     assert f"{backend}, 4 devices" in log
     for rank in range(2 * int(tasks)):
         assert_equal(read(runs, rank), alone(backend))

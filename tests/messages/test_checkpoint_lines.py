@@ -45,11 +45,11 @@ def test_a_signal_saves_and_says_what_to_do_next(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "Epoch 2/2" in printed
     saved = f"lockstep: saved epoch 2, after step 3 to {tmp_path / 'run'}; "
-    assert saved + "run the same command to go on\n" in printed
+    assert saved + "run the same command to resume\n" in printed
     # The page on checkpoints has a script with verbose=0, which printed nothing.
     trained(tmp_path / "run", Interrupts(None, None), verbose=0)
     printed = capsys.readouterr().out
-    assert re.fullmatch(r"lockstep: goes on from .*: epoch 2, after step 3; .*\n", printed)
+    assert re.fullmatch(r"lockstep: resumes from .*: epoch 2, after step 3; .*\n", printed)
 
 
 @pytest.mark.parametrize("how", ["no seed", "a seed", "a global seed", "behind other steps"])
@@ -91,4 +91,4 @@ def test_a_line_for_each_save_on_request(tmp_path, capsys):
         made.fit(*data(), 10, epochs=2, verbose=0, callbacks=[checkpoint])
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     told = tmp_path / "told"
-    assert lines == [f"lockstep: saves the end of epoch {number} to {told}" for number in (1, 2)]
+    assert lines == [f"lockstep: saving the end of epoch {number} to {told}" for number in (1, 2)]

@@ -59,34 +59,38 @@ def load():
     [
         (
             ["train.py:biuld"],
-            "TargetNotFound: 'train.py:biuld' was asked for, and train.py has no function "
-            "'biuld'.\nDid you mean train.py:build?\n",
+            "TargetNotFound: 'train.py:biuld' was requested, but train.py has no function "
+            "'biuld'.\n"
+            "Did you mean train.py:build?\n",
         ),
         (
             ["train.py:model"],
-            "TargetNotFound: 'train.py:model' was asked for, and train.py has no function "
-            "'model'.\nName a function that returns a compiled model, or (model, data). "
-            "It has build, load.\n",
+            "TargetNotFound: 'train.py:model' was requested, but train.py has no function "
+            "'model'.\n"
+            "Name a function that returns a compiled model, or (model, data). It has build, "
+            "load.\n",
         ),
         (
             ["train.py:build", "--devices", "4"],
-            "DeviceNotFound: devices=4 was asked for, and 1 is here: cpu:0.\n"
+            "DeviceNotFound: devices=4 was requested, but only 1 is available: cpu:0.\n"
             "To rehearse on virtual CPU devices, give --devices 4 --rehearse.\n",
         ),
         (
             ["train.py:build", "--devices", "gpu:1"],
-            "DeviceNotFound: devices='gpu:1' was asked for, and gpu:1 is not among the 1 here: "
-            "cpu:0.\nTo rehearse on virtual CPU devices, give --devices 2 --rehearse.\n",
+            "DeviceNotFound: devices='gpu:1' was requested, but gpu:1 is not among the 1 "
+            "available: cpu:0.\n"
+            "To rehearse on virtual CPU devices, give --devices 2 --rehearse.\n",
         ),
         (
             ["train.py:build"],
-            "DeviceError: Here is cpu:0 alone, and verify needs at least 2 devices.\n"
+            "DeviceError: The only device is cpu:0, but verify needs at least 2 devices.\n"
             "To rehearse on virtual CPU devices, give --devices 2 --rehearse.\n",
         ),
         (
             ["train.py:build", "--devices", "cpuu:0"],
-            "DeviceNotFound: devices='cpuu:0' was asked for, and cpuu:0 is not among the 1 here: "
-            "cpu:0.\nDid you mean cpu:0?\n",
+            "DeviceNotFound: devices='cpuu:0' was requested, but cpuu:0 is not among the 1 "
+            "available: cpu:0.\n"
+            "Did you mean cpu:0?\n",
         ),
     ],
 )
@@ -117,7 +121,7 @@ def test_verify_shows_each_run_on_a_terminal(tmp_path):
     os.close(terminal)
     shown = b"".join(parts)
     assert done.returncode == 0, shown
-    assert "2 devices give what one device gives." in done.stdout
+    assert "2 devices give the same results as one device." in done.stdout
     lines = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).decode().replace("\r", "\n").split("\n")
     ends = [line.split("━")[0].strip() for line in lines if line.rstrip().endswith("3/3 steps")]
     assert list(dict.fromkeys(ends)) == [
@@ -144,7 +148,7 @@ def test_bench_names_the_remedy_of_the_command(tmp_path):
     said = [line for line in done.stderr.splitlines() if ", after " not in line]
     assert said == [
         "4 devices ...",
-        "DeviceNotFound: devices=4 was asked for, and 1 is here: cpu:0.",
+        "DeviceNotFound: devices=4 was requested, but only 1 is available: cpu:0.",
         "To rehearse on virtual CPU devices, give --devices 1,4 --rehearse.",
     ]
 

@@ -28,22 +28,22 @@ def changed(**values):
 def test_one_device():
     assert ONE.works
     assert ONE.advice() == (
-        "Nothing has to change. One device is here; to try several, set LOCKSTEP_REHEARSE=4 "
-        "before Python starts."
+        "Nothing to change. There is one device; to try several, set LOCKSTEP_REHEARSE=4 before "
+        "Python starts."
     )
 
 
 def test_several_devices():
     found = changed(devices=(*GPUS, ("cpu:0", "cpu")), gpus=4)
-    assert found.advice() == "Nothing has to change."
+    assert found.advice() == "Nothing to change."
     assert dict(found.rows())["CUDA"] == "4 NVIDIA GPUs"
 
 
 def test_tpus():
     found = changed(devices=(*((f"tpu:{core}", "TPU v3") for core in range(8)), ("cpu:0", "cpu")))
     first, second, third = found.advice().splitlines()
-    assert first == "Nothing has to change."
-    assert second.startswith("No TPU has run lockstep yet")
+    assert first == "Nothing to change."
+    assert second.startswith("Lockstep has not yet been run on a TPU")
     assert third.startswith("lockstep doctor --devices --train first")
     assert "(TPU v3, cpu)" in dict(found.rows())["devices"]
 
@@ -86,20 +86,20 @@ def test_the_build_of_pytorch_is_that_which_it_tells():
 
 def test_gpus_that_the_backend_does_not_use():
     assert changed(gpus=2).advice() == (
-        f"2 NVIDIA GPUs found, and jax does not use them.\nChange: {install_command('cuda')}"
+        f"2 NVIDIA GPUs found, but jax does not use them.\nChange: {install_command('cuda')}"
     )
     tensorflow = {"backend": "tensorflow", "installed": {"tensorflow": "2.21.0"}}
     assert changed(gpus=1, **tensorflow).advice() == (
-        "1 NVIDIA GPU found, and tensorflow does not use it.\n"
+        "1 NVIDIA GPU found, but tensorflow does not use it.\n"
         "Change: pip install 'tensorflow[and-cuda]'"
     )
     torch = {"backend": "torch", "installed": {"torch": "2.13.0+cpu"}}
     assert changed(gpus=1, **torch).advice() == (
-        "1 NVIDIA GPU found, and torch does not use it.\ntorch 2.13.0+cpu is a CPU build.\n"
+        "1 NVIDIA GPU found, but torch does not use it.\ntorch 2.13.0+cpu is a CPU build.\n"
         "Change: install a CUDA build: https://pytorch.org/get-started/locally"
     )
     for meant in ({"rehearsal": "4"}, {"visible": ""}):
-        assert changed(gpus=2, **meant).advice().startswith("Nothing has to change")
+        assert changed(gpus=2, **meant).advice().startswith("Nothing to change")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_rehearsal(tmp_path):
     assert re.search(r"^versions +keras-lockstep \S+, keras \S+, jax \S+", printed, re.M)
     assert re.search(r"^devices +cpu:0 to cpu:3 \(cpu\)$", printed, re.M)
     assert re.search(r"^rehearsal +LOCKSTEP_REHEARSE=4$", printed, re.M)
-    assert printed.endswith("\n\nNothing has to change.\n")
+    assert printed.endswith("\n\nNothing to change.\n")
 
 
 def test_a_backend_without_an_engine(tmp_path):
@@ -175,7 +175,9 @@ def test_a_backend_without_an_engine(tmp_path):
     assert status == 1
     assert "devices    none could be listed" in printed
     assert printed.endswith(
-        "\n\nKeras runs on numpy, and lockstep on jax, tensorflow, torch.\n"
+        "\n"
+        "\n"
+        "Keras runs on numpy, but lockstep supports only jax, tensorflow, torch.\n"
         "Change: export KERAS_BACKEND=jax\n"
     )
 
@@ -194,8 +196,8 @@ def test_a_backend_that_is_not_installed_is_no_traceback(tmp_path):
     )
     assert done.returncode == 2
     assert done.stderr == (
-        "Error: KERAS_BACKEND=openvino is set, and openvino is not installed.\n"
-        "Run lockstep doctor: it names the one thing to change.\n"
+        "Error: KERAS_BACKEND=openvino is set, but openvino is not installed.\n"
+        "Run lockstep doctor: it says what to change.\n"
     )
 
 
@@ -225,7 +227,7 @@ def test_lockstep_imported_after_keras_had_started(backend, name):
     )
     run = warm_python if backend == "jax" else python
     assert run(script, LOCKSTEP_REHEARSE="4", KERAS_BACKEND=backend) == (
-        f"LOCKSTEP_REHEARSE=4 is set, and {name} had started with 1: cpu:0.\n"
+        f"LOCKSTEP_REHEARSE=4 is set, but {name} had already started with 1: cpu:0.\n"
         "Devices are fixed at the first operation, and lockstep reads the variable when it is "
         "imported.\n"
         "Put `import lockstep` before the first Keras operation: any layer, tensor or model."
@@ -267,6 +269,8 @@ def test_rehearsed_devices_test_the_test(tmp_path, backend):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(
-        "\n\n3 pairs of devices tested by copies and sums, bit for bit. "
-        "A bit that was flipped from cpu:0 to cpu:1 was found.\n"
+        "\n"
+        "\n"
+        "3 pairs of devices tested with copies and sums: all results are exact. A bit that was "
+        "flipped from cpu:0 to cpu:1 was found.\n"
     )

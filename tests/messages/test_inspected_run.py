@@ -45,7 +45,7 @@ def test_its_checkpoints_and_the_command_that_exports_the_newest(run, tmp_path, 
     assert found.epochs == 3
     assert found.command == f"lockstep export {run} -o digits.keras"
     assert str(found) == (
-        f"{run}: 2 checkpoints; the newest is of the end of epoch 3. Next: {found.command}"
+        f"{run}: 2 checkpoints; the newest is at the end of epoch 3. Next: {found.command}"
     )
     shown = invoke("inspect", run)
     assert shown.exit_code == 0
@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path):
     (newest / "manifest.json").write_text("{")
     found = lockstep.inspect(tmp_path / "run")
     assert [saved.flaw is None for saved in found.checkpoints] == [False, True]
-    assert "the newest is of the end of epoch 2" in str(found)
+    assert "the newest is at the end of epoch 2" in str(found)
     assert "DAMAGED" in invoke("inspect", tmp_path / "run").output
 
 
@@ -115,16 +115,16 @@ def test_a_functional_model_needs_no_code(tmp_path):
 
 def test_folders_that_are_no_run(run, tmp_path):
     for folder, said in (
-        (run.parent, f"is a folder of runs, and a single file was expected.\nGive one of the runs "
-         f"in it: {run}"),
-        (tmp_path, "is an empty folder, and a single file was expected.\nGive a file, or the "
-         "folder of a lockstep.Checkpoint."),
+        (run.parent, "is a folder of runs, but a single file was expected.\n"
+                     f"Give one of the runs in it: {run}"),
+        (tmp_path, "is an empty folder, but a single file was expected.\n"
+                   "Give a file, or the folder of a lockstep.Checkpoint."),
     ):  # fmt: skip
         with pytest.raises(errors.UnreadableFile) as caught:
             lockstep.inspect(folder)
         assert str(caught.value) == f"{folder} {said}"
-    with pytest.raises(errors.UnreadableFile, match="Make a file of it: lockstep export"):
+    with pytest.raises(errors.UnreadableFile, match="Export a file from it: lockstep export"):
         lockstep.rescue(run, tmp_path / "single.keras")
     RunFolder(tmp_path / "new").open()
-    with pytest.raises(errors.CheckpointError, match="has no checkpoint so far"):
+    with pytest.raises(errors.CheckpointError, match="contains no checkpoint yet"):
         lockstep.inspect(tmp_path / "new")

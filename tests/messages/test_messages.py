@@ -27,7 +27,7 @@ def text_of(call, *args):
 
 def test_more_devices_than_there_are():
     assert text_of(parse_devices, 4, ONE) == (
-        "devices=4 was asked for, and 1 is here: cpu:0.\n"
+        "devices=4 was requested, but only 1 is available: cpu:0.\n"
         "To rehearse on virtual CPU devices, set LOCKSTEP_REHEARSE=4 before Python starts\n"
         "(or call lockstep.rehearse(devices=4) before the first Keras operation)."
     )
@@ -35,7 +35,7 @@ def test_more_devices_than_there_are():
 
 def test_an_unknown_device():
     assert text_of(parse_devices, "gpu:3", ONE) == (
-        "devices='gpu:3' was asked for, and gpu:3 is not among the 1 here: cpu:0.\n"
+        "devices='gpu:3' was requested, but gpu:3 is not among the 1 available: cpu:0.\n"
         "To rehearse on virtual CPU devices, set LOCKSTEP_REHEARSE=4 before Python starts\n"
         "(or call lockstep.rehearse(devices=4) before the first Keras operation)."
     )
@@ -44,7 +44,8 @@ def test_an_unknown_device():
 def test_a_gpu_in_a_rehearsal():
     four = [Device(f"cpu:{number}", "cpu") for number in range(4)]
     assert text_of(parse_devices, "gpu:3", four) == (
-        "devices='gpu:3' was asked for, and gpu:3 is not among the 4 here: cpu:0 to cpu:3.\n"
+        "devices='gpu:3' was requested, but gpu:3 is not among the 4 available: cpu:0 to "
+        "cpu:3.\n"
         "Did you mean cpu:3? The virtual devices of a rehearsal are CPU devices."
     )
 
@@ -56,7 +57,7 @@ def test_a_gpu_in_a_rehearsal():
         ("gppu:1", FOUR_GPUS, "Did you mean gpu:1?"),
         ("cudda:1", FOUR_GPUS, "Did you mean gpu:1?"),
         ("cpuu:3", ONE, "To rehearse on virtual CPU devices, set LOCKSTEP_REHEARSE=4 before"),
-        ("printer:0", ONE, "Name devices that are here, such as cpu:0."),
+        ("printer:0", ONE, "Name available devices, such as cpu:0."),
         ("cpu0", ONE, "Did you mean cpu:0? Names look like 'gpu:0'"),
         ("gpu0", ONE, "Names look like 'gpu:0'"),
     ],
@@ -68,15 +69,15 @@ def test_a_misspelt_device(asked, here, remedy):
 
 def test_zero_devices():
     assert text_of(parse_devices, 0, ONE) == (
-        "devices=0 was asked for, and at least one device has to train.\n"
-        "Say 1, or None for all that are here: cpu:0."
+        "devices=0 was requested, but at least one device is needed.\n"
+        "Pass 1, or None for all available devices: cpu:0."
     )
 
 
 def test_a_device_twice():
     assert text_of(parse_devices, [0, 0], ONE) == (
-        "devices=[0, 0] names cpu:0 twice, and a device holds one replica.\n"
-        "Name each device once; 1 is here: cpu:0."
+        "devices=[0, 0] names cpu:0 twice, but a device holds only one replica.\n"
+        "Name each device once. 1 is available: cpu:0."
     )
 
 
@@ -87,9 +88,9 @@ def test_a_model_of_legacy_keras_2(thing):
     legacy = type("Sequential", (), {"__module__": "tf_keras.src.engine.sequential"})
     mine = type("Mine", (legacy,), {"__module__": "__main__"})
     assert text_of(lockstep.distribute, mine() if thing == "instance" else mine) == (
-        "A Keras 3 model was expected, and this is a model of tf_keras, which is Keras 2.\n"
-        "Build it with `import keras`; where tf.keras is used, unset TF_USE_LEGACY_KERAS. "
-        "For its weights,\n"
+        "A Keras 3 model was expected, but got a model of tf_keras, which is Keras 2.\n"
+        "Build it with `import keras`; where tf.keras is used, unset TF_USE_LEGACY_KERAS. For "
+        "its weights,\n"
         "save them as .h5 with Keras 2, then lockstep.load_weights(model, file)."
     )
 
@@ -105,17 +106,20 @@ def test_a_model_of_legacy_keras_2(thing):
 )
 def test_something_that_is_no_model(thing, got):
     text = text_of(lockstep.distribute, thing, 2)
-    assert text.startswith(f"A Keras model was expected, and this is {got}.")
+    assert text.startswith(f"A Keras model was expected, but got {got}.")
     text_of(lockstep.release, thing)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (3, "first_process was given 3, and a Keras callback was expected, or a function that"),
-        (lambda: None, "first_process was given None, and a Keras callback was expected"),
+        (3, "first_process was given 3, but a Keras callback, or a function that"),
+        (lambda: None, "first_process was given None, but a Keras callback"),
         (lambda: lockstep.Checkpoint("runs"), "first_process was given a lockstep.Checkpoint"),
-        (lockstep.Checkpoint, "first_process was given a lockstep.Checkpoint, which every"),
+        (
+            lockstep.Checkpoint,
+            ("first_process was given a lockstep.Checkpoint, which must run in every"),
+        ),
     ],
 )
 def test_something_that_the_first_process_cannot_call_for_all(given, said):
@@ -155,8 +159,8 @@ def test_a_model_laid_out_by_another_tool():
 def test_another_backend(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
     assert text_of(lockstep.distribute, model(), 2) == (
-        "Keras runs on 'openvino', and lockstep has engines for 'jax', 'tensorflow' and 'torch' "
-        "so far;\na .keras file moves between backends. Set KERAS_BACKEND=jax before Keras is "
+        "Keras runs on 'openvino', but lockstep supports only 'jax', 'tensorflow' and 'torch'.\n"
+        "A .keras file can be loaded on any backend. Set KERAS_BACKEND=jax before Keras is "
         "imported."
     )
 
@@ -178,7 +182,7 @@ def test_an_instance_with_step_functions_of_its_own():
     made = model()
     made.train_function = lambda state, iterator: None
     text = text_of(lockstep.distribute, made, 2)
-    assert text.startswith(f"{made.name!r} was given a train_function")
+    assert text.startswith(f"{made.name!r} already has a custom train_function")
 
 
 @pytest.mark.parametrize("times", [2.5, "auto", 0])
@@ -187,8 +191,9 @@ def test_steps_per_execution_that_is_no_number(times):
     made.compile("sgd", "mse", steps_per_execution=times)
     for call in (made.fit, made.evaluate, made.train_on_batch):
         assert text_of(call, *data()) == (
-            f"compile(steps_per_execution={times!r}) was asked for, and a whole number of at "
-            "least 1 is needed.\nTry 10; lockstep bench suggests a number."
+            f"compile(steps_per_execution={times!r}) was requested, but a whole number of at "
+            "least 1 is needed.\n"
+            "Try 10; lockstep bench suggests a number."
         )
 
 
@@ -198,10 +203,10 @@ def test_variables_shared_with_a_model_elsewhere():
     second = keras.Sequential([keras.Input((2,)), shared], name="second")
     lockstep.distribute(first, 2)
     assert text_of(lockstep.distribute, second, 4) == (
-        "'second' was asked onto cpu:0 to cpu:3, and its variable 'first/shared/kernel' is "
-        "shared with 'first' on cpu:0, cpu:1.\n"
+        "'second' cannot be distributed to cpu:0 to cpu:3, because its variable "
+        "'first/shared/kernel' is shared with 'first' on cpu:0, cpu:1.\n"
         "A variable has one layout. Give both models the same devices, or call\n"
-        "lockstep.release on the other one first."
+        "lockstep.release on the other model first."
     )
 
 
@@ -215,9 +220,11 @@ def test_a_callback_that_computes_with_models_on_different_devices():
                 mine.assign(0.9 * mine + 0.1 * its)
 
     assert text_of(lambda: first.fit(*data(), verbose=0, callbacks=[Average()])) == (
-        "'trained' is on cpu:0 to cpu:2, and a callback of it computes with variables of "
-        "'averaged'\non cpu:0, cpu:1: JAX needs the same devices. Distribute both on the same "
-        "devices, or read\nthe values first: variable.numpy()."
+        "'trained' is on cpu:0 to cpu:2, but one of its callbacks combines its variables with "
+        "those of 'averaged'\n"
+        "on cpu:0, cpu:1: JAX needs the same devices. Distribute both models to the same "
+        "devices, or\n"
+        "read the values first: variable.numpy()."
     )
 
 
@@ -237,8 +244,8 @@ def test_every_error_is_a_lockstep_error_and_drawn_in_the_tree():
 @pytest.mark.parametrize("version", ["3.12.0", "3.15.0", "3.17.0", "3.17.0.dev2027010101", "4.0"])
 def test_a_keras_that_was_not_checked(version):
     assert text_of(keras_compat.check_version, version) == (
-        f"Keras {version} is installed, and lockstep needs keras>=3.15.1,<3.17:\n"
-        "it uses private parts of Keras, which were checked in these versions.\n"
+        f"Keras {version} is installed, but lockstep needs keras>=3.15.1,<3.17:\n"
+        "it uses private Keras functions, which were tested only with these versions.\n"
         'Run pip install "keras>=3.15.1,<3.17"'
     )
 
@@ -265,7 +272,7 @@ def test_a_keras_that_lacks_a_private_part(without, name):
     )
     assert warm_python(script) == (
         f"Keras {keras.__version__} has no {name}, which lockstep needs:\n"
-        "it is a private part of Keras 3.15.1, and may change in any version.\n"
+        "this is private in Keras 3.15.1, and may change in any version.\n"
         'Run pip install "keras>=3.15.1,<3.17"'
     )
 
@@ -278,8 +285,9 @@ def test_a_model_that_is_moved_by_a_callback():
     )
     made.fit(*data(), verbose=0, callbacks=[callback])
     assert said == [
-        f"release of {made.name!r} was called within its fit, by a callback say, and a model\n"
-        "stays on its devices until that call has ended. Call release before or after it."
+        f"release of {made.name!r} was called during its fit, for example by a callback. The "
+        "devices of a model\n"
+        "cannot change during a call. Call release before or after it."
     ]
 
 
@@ -296,9 +304,11 @@ def test_a_model_that_two_threads_call():
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=predict)
     made.fit(*data(7), verbose=0, callbacks=[callback])
     assert said == [
-        f"predict of {made.name!r} was called in thread 'server', and another thread is in its "
-        "fit.\nA Keras model does one at a time: call it when fit has ended, or give the thread a "
-        "model\nof its own (keras.models.clone_model and set_weights)."
+        f"predict of {made.name!r} was called in thread 'server', while another thread runs its "
+        "fit.\n"
+        "A Keras model can run only one call at a time. Wait for the end of fit, or use a "
+        "separate model\n"
+        "in the thread (keras.models.clone_model and set_weights)."
     ]
 
 

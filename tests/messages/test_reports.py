@@ -55,13 +55,13 @@ def reports(tmp_path_factory):
     [
         (
             "verify",
-            "2 devices give what one device gives. Compared: 2 steps of 21 to 32 rows, on one "
-            "device and on 2.",
+            "2 devices give the same results as one device. Compared: 2 steps of 21 to 32 rows, "
+            "on one device and on 2 devices.",
         ),
         (
             "bench",
-            "4 devices are 2.50 times as fast as 1, an efficiency of 62%, and what limits them is "
-            "the computation itself.",
+            "4 devices are 2.50 times as fast as 1, an efficiency of 62%. The bottleneck is the "
+            "computation itself.",
         ),
         (
             "inspect",

@@ -138,8 +138,8 @@ def test_the_tools_count_gpus_and_not_the_cpu(ran):
 def test_the_commands_run(ran):
     said = doctor(ran)
     assert "1 pair of devices tested" in said
-    assert "gpu:0, gpu:1: training gives what one device gives." in said
-    assert "2 devices give what one device gives." in verified(ran)
+    assert "gpu:0, gpu:1: training gives the same results as on one device." in said
+    assert "2 devices give the same results as one device." in verified(ran)
     assert "4 devices (gpu:0 to gpu:3)" in launched(ran)
 
 
@@ -180,10 +180,10 @@ def test_one_gpu_is_a_device_of_each_process(tmp_path):
     launch = ("-m", "lockstep", "run", "--processes", "2", file)
     said = run(*launch, **shared)
     assert "2 devices (gpu:0, gpu:1, one GPU, shared, 38% of its memory each)" in said
-    assert "NCCL 2.27.3 is here, and 2.30 is needed" in run(
+    assert "NCCL 2.27.3 is installed, but 2.30 or later is needed" in run(
         *launch, **shared, PRETENDED_NCCL="2.27.3"
     )
-    assert "Start the script so: lockstep run --processes 2 SCRIPT" in run(file, **shared)
+    assert "Start the script with: lockstep run --processes 2 SCRIPT" in run(file, **shared)
 
 
 @pytest.mark.thorough

@@ -26,9 +26,9 @@ def test_everything_else_leaves_what_one_device_leaves(ran, program):
 @pytest.mark.thorough
 def test_the_commands_say_that_no_tpu_has_run_lockstep(ran):
     said = on_gpus.doctor(ran)
-    assert "tpu:0, tpu:1: training gives what one device gives." in said
-    assert "No TPU has run lockstep yet" in said
-    assert "2 devices give what one device gives." in on_gpus.verified(ran)
+    assert "tpu:0, tpu:1: training gives the same results as on one device." in said
+    assert "Lockstep has not yet been run on a TPU" in said
+    assert "2 devices give the same results as one device." in on_gpus.verified(ran)
     assert '[["tpu:0"], ["tpu:0", "tpu:1"]]' in on_gpus.tools(ran)
 
 
@@ -36,7 +36,7 @@ def test_the_commands_say_that_no_tpu_has_run_lockstep(ran):
 def test_a_tpu_is_not_shared(tmp_path):
     shared = {"engine": "jax", "devices": 2, "cwd": tmp_path, "PRETENDED_TPUS": "2"}
     said = run("-c", on_gpus.SHARED, **shared, LOCKSTEP_SHARE_GPU="2")
-    assert "LOCKSTEP_SHARE_GPU=2 was set, and the devices here are TPUs" in said
+    assert "LOCKSTEP_SHARE_GPU=2 was set, but the devices are TPUs" in said
 
 
 @pytest.mark.thorough

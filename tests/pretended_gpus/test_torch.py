@@ -119,7 +119,7 @@ except lockstep.errors.ProcessesDisagree as error:
 def test_a_process_that_ends_in_a_fit_is_an_error_in_the_others():
     """NCCL waited for it until LOCKSTEP_PATIENCE was over, and so did the agreement on batches."""
     said = run("-c", DIES, engine="torch", devices=1, processes=2, LOCKSTEP_PATIENCE="9999")
-    assert "process 0 goes on: a step needs every process" in said
+    assert "process 0 continues, but a step needs every process" in said
 
 
 REFUSED = """
@@ -151,7 +151,7 @@ def test_more_processes_than_gpus_are_refused():
 
 def test_gpus_without_nccl_are_refused():
     said = last_line(run("-c", REFUSED, engine="torch", devices=2, PRETENDED_NO_NCCL="1"))
-    assert said.startswith("UnsupportedBackend: Several GPUs were asked for on 'torch'")
+    assert said.startswith("UnsupportedBackend: Several GPUs were requested on 'torch'")
     assert "has no NCCL" in said
 
 
@@ -168,11 +168,13 @@ def test_one_gpu_is_two_devices(tmp_path):
 def test_a_gpu_is_not_shared_by_an_old_nccl():
     old = {"LOCKSTEP_SHARE_GPU": "2", "PRETENDED_NCCL": "2.27.3"}
     said = last_line(run("-c", REFUSED, engine="torch", devices=1, **old))
-    assert "LOCKSTEP_SHARE_GPU=2 was set, and NCCL 2.27.3 is here, and 2.30 is needed" in said
+    assert (
+        "LOCKSTEP_SHARE_GPU=2 was set, but NCCL 2.27.3 is installed, but 2.30 or later is needed"
+    ) in said
     said = last_line(run("-c", REFUSED, engine="torch", devices=2, **old))
-    assert "makes 2 devices of one GPU, and 2 GPUs are here" in said
+    assert "makes 2 devices out of one GPU, but 2 GPUs are visible" in said
     said = last_line(run("-c", REFUSED, engine="torch", devices=0, **old))
-    assert "and 0 GPUs are here" in said
+    assert "but 0 GPUs are visible" in said
 
 
 NOT_REACHED = {

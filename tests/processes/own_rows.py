@@ -411,7 +411,7 @@ def predicts_on():
             lockstep.predict(made, own(data), "on.npy", verbose=0)
         except (LockstepError, ValueError) as error:
             said = str(error)
-        assert of_last in said or " left its predict by an error" in said, said
+        assert of_last in said or " left its predict with an error" in said, said
         assert rank < size - 1 or of_last in said, said
     predictions.SECONDS, predictions._SHARE = before
     place = Path(f"on-{rank:05d}-of-{size:05d}.npy.partial/position.json")
@@ -515,7 +515,10 @@ def predicts_anew(stops=False):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         path = lockstep.predict(lockstep.distribute(dense()), own(read()), "anew.npy", verbose=0)
-    words = "anew-00000-of-00002.npy.partial is unfinished, and 3 processes have other rows each"
+    words = (
+        "anew-00000-of-00002.npy.partial is unfinished, but with 3 processes the rows are split "
+        "differently"
+    )
     assert rank or any(words in str(each.message) for each in said)
     return distance(np.load(path), dense().predict(np.concatenate([*read()], 1)[0], verbose=0))
 
@@ -694,7 +697,9 @@ def goes_on():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         made = fails_on_two(stop=False)
-    again = any("within an epoch of another number of processes" in str(w.message) for w in said)
+    again = any(
+        "within an epoch by a different number of processes" in str(w.message) for w in said
+    )
     assert again or rank, [str(each.message) for each in said]
     plain = dense()
     for processes in (2, size, size):

@@ -6,9 +6,9 @@ import pytest
 from tests.conformance.common import assert_same, data, model
 from tests.processes.test_several import run_both, weights_of
 
-ENDS = "Process 1 ends after {} batches, and process 0 goes on: a step needs every process."
-LEFT = "Process 1 left its fit by an error or an interrupt, and process 0 goes on"
-DONE = "Process 1 has come to the end of its fit, and process 0 goes on"
+ENDS = "Process 1 ends after {} batches, but process 0 has more, and a step needs every process."
+LEFT = "Process 1 left its fit with an error or an interrupt, but process 0 continues, and"
+DONE = "Process 1 has finished its fit, but process 0 continues, and"
 
 EARLIER = {
     "fit": ("made.fit(batches(8 - 3 * rank), verbose=0)", 5, ENDS.format(5)),

@@ -6,7 +6,7 @@ from lockstep.errors import ProcessesDisagree
 from lockstep.processes.coordination import patience
 from tests.processes.test_several import run_both
 
-WAITS = " seconds in {} for process {}, which has ended, is stopped, or makes other calls."
+WAITS = " seconds in {} for process {}, which has ended, is suspended, or makes different calls."
 
 WAITING = {
     "an evaluation in one process": (
@@ -84,5 +84,5 @@ def test_processes_that_wait_for_one_another_are_told(cases, tmp_path):
 @pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])
 def test_a_patience_that_is_no_number_is_refused(text, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_PATIENCE", text)
-    with pytest.raises(ProcessesDisagree, match=f"LOCKSTEP_PATIENCE='{text}' is set, and a pos"):
+    with pytest.raises(ProcessesDisagree, match=f"LOCKSTEP_PATIENCE='{text}' is set, but a pos"):
         patience()

@@ -75,5 +75,5 @@ def test_the_first_of_two_processes_writes_the_rows_of_one(tmp_path):
     assert first["first"] == second["first"]
     assert first["errors"] == second["errors"] == ["ended", "ProcessesDisagree"]
     assert (first["rows"], second["rows"]) == ([16, 16, 9], [])
-    assert "scores.npy goes on after 16 rows" in said[0]
-    assert "goes on" not in said[1]
+    assert "scores.npy continues after 16 rows" in said[0]
+    assert "continues after" not in said[1]

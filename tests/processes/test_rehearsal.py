@@ -108,8 +108,10 @@ except lockstep.errors.RehearsalTooLate as error:
 
 def test_a_backend_that_has_started_is_told():
     assert warm_python(TOO_LATE) == (
-        "A rehearsal on 4 virtual CPU devices was asked for, and JAX has started with 1: cpu:0.\n"
-        "Devices are fixed at the first operation. Set LOCKSTEP_REHEARSE=4 before Python starts\n"
+        "A rehearsal on 4 virtual CPU devices was requested, but JAX has already started with "
+        "1: cpu:0.\n"
+        "Devices are fixed at the first operation. Set LOCKSTEP_REHEARSE=4 before Python "
+        "starts\n"
         "(or call lockstep.rehearse(devices=4) before the first Keras operation)."
     )
 
@@ -145,7 +147,7 @@ def test_a_command_with_a_number_that_is_none_ends_in_words(value):
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"Error: LOCKSTEP_REHEARSE={value} was asked for")
+    assert done.stderr.startswith(f"Error: LOCKSTEP_REHEARSE={value} was requested")
     assert len(done.stderr.splitlines()) <= 3
 
 

@@ -224,7 +224,7 @@ def test_a_run_goes_on_from_two_processes_in_one_and_back(tmp_path, monkeypatch)
 
     (first, second), said = run_both(PART.format(stop=8, shared=True), tmp_path)
     assert first["error"] == second["error"] == "InterruptedError"
-    assert "lockstep: goes on" not in said[0] + said[1]
+    assert "lockstep: resumes" not in said[0] + said[1]
     assert not any("checkpoint" in name for name in first["threads"])
 
     class Cut(keras.callbacks.Callback):
@@ -312,7 +312,7 @@ def test_sigterm_to_one_process_saves_and_ends_all_after_the_same_step(tmp_path,
     saving = lockstep.Checkpoint(tmp_path / "run")
     with pytest.warns(CheckpointWarning, match="Told is gone"):
         history = alone.fit(x, y, **options, verbose=2, callbacks=[saving]).history
-    assert "lockstep: goes on from" in capsys.readouterr().out
+    assert "lockstep: resumes from" in capsys.readouterr().out
     one = model(compiled=False, seed=5)
     compile_(one)
     np.random.seed(7)
@@ -434,7 +434,7 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
     assert first == second
     assert first["verified"]
     assert first["unknown"][0] == "cannot tell"
-    assert "float64 runs where no launcher has started several" in first["unknown"][1]
+    assert "float64 comparison does not run under a launcher with several" in first["unknown"][1]
     assert "Epoch 2/2" in said[0]
     assert "Epoch" not in said[1]
     assert "lockstep:" not in said[1]
@@ -483,35 +483,36 @@ def test_a_model_built_later_and_every_other_call(tmp_path):
 REFUSED = {
     "other rows": (
         "x, y = data(); made.fit(x + rank, y, batch_size=7, verbose=0)",
-        "Process 1 has another first batch",
+        "Process 1 has a different first batch",
     ),
     "one late row of a batch that is trained on": (
         "made.train_on_batch(*late())",
-        "Process 1 has another batch than process 0 in the data of its train_on_batch",
+        "Process 1 has a different batch than process 0 in the data of its train_on_batch",
     ),
     "one late row of a batch that is tested on": (
         "made.test_on_batch(*late())",
-        "Process 1 has another batch than process 0 in the data of its test_on_batch",
+        "Process 1 has a different batch than process 0 in the data of its test_on_batch",
     ),
     "one late row of a batch that is predicted": (
         "made.predict_on_batch(late()[0])",
-        "Process 1 has another batch than process 0 in the data of its predict_on_batch",
+        "Process 1 has a different batch than process 0 in the data of its predict_on_batch",
     ),
     "one late row in a fit of its own": (
         "own = Own(made.inputs, made.outputs); own.compile('sgd', 'mse'); "
         "lockstep.distribute(own).fit(*late(), batch_size=20_000, verbose=0)",
-        "Process 1 has another batch than process 0 in the training data of its fit",
+        "Process 1 has a different batch than process 0 in the training data of its fit",
     ),
     "one late row in a validation of its own": (
         "own = Own(made.inputs, made.outputs); own.compile('sgd', 'mse'); "
         "lockstep.distribute(own).fit(*data(), verbose=0, validation_data=late(), "
         "validation_batch_size=20_000)",
-        "Process 1 has another batch than process 0 in the validation data of its fit",
+        "Process 1 has a different batch than process 0 in the validation data of its fit",
     ),
     "another validation": (
         "x, y = data(); made.fit(x, y, verbose=0, validation_data=(x + rank, y))",
-        "Process 1 has another first batch, or another number of batches or rows, than process 0,"
-        "\nin the validation data of its fit",
+        "Process 1 has a different first batch, or a different number of batches or rows, than "
+        "process 0,\n"
+        "in the validation data of its fit",
     ),
     "other steps_per_epoch": (
         "x, y = data(); made.fit(x, y, batch_size=7, verbose=0, steps_per_epoch=3 + rank)",
@@ -522,46 +523,46 @@ REFUSED = {
         "validation_steps=[None, 3][rank])",
         "Process 1 was given validation_steps=3, and process 0 validation_steps=None",
     ),
-    "another number of batches": (
+    "a different number of batches": (
         "x, y = data(53 - 14 * rank); made.fit(x, y, batch_size=7, verbose=0, shuffle=False)",
-        "another number of batches",
+        "a different number of batches",
     ),
     "another batch later on": (
         "x, y = data(); x[40] += rank; made.fit(x, y, batch_size=7, verbose=0, shuffle=False)",
-        "Among the 8 batches of this epoch, process 1 had another one than process 0",
+        "In one of the 8 batches of this epoch, process 1 had different rows than process 0",
     ),
     "another batch of a validation": (
         "x, y = data(); x[20] += rank; made.evaluate(x, y, batch_size=7, verbose=0)",
-        "Among the 8 batches of this epoch, process 1 had another one than process 0",
+        "In one of the 8 batches of this epoch, process 1 had different rows than process 0",
     ),
     "other rows in the last batch": (
         "x, y = data(55); rows = 53 + 2 * rank; "
         "made.fit(x[:rows], y[:rows], batch_size=7, verbose=0, shuffle=False)",
-        "Process 1 has another first batch, or another number of batches or rows",
+        "Process 1 has a different first batch, or a different number of batches or rows",
     ),
     "a later batch of another shape": (
         "x, y = data(); batches = ((x[: 7 - i * rank], y[: 7 - i * rank]) for i in range(3)); "
         "made.fit(batches, verbose=0)",
-        "Process 1 has other shapes or types in batch 2 of its epoch",
+        "Process 1 has different shapes or types than process 0 in batch 2 of its epoch",
     ),
     "a rate that one process assigns": (
         "x, y = data(); made.fit(x, y, batch_size=7, verbose=0, shuffle=False, epochs=2, "
         "callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=assigned)])",
-        "Process 1 has assigned other values to variables than process 0",
+        "Process 1 has assigned different values to variables than process 0",
     ),
     "weights that one process assigns before a batch": (
         "x, y = data(); made.train_on_batch(x, y); assigned(); made.train_on_batch(x, y)",
-        "Process 1 has assigned other values to variables than process 0",
+        "Process 1 has assigned different values to variables than process 0",
     ),
     "other checkpoints": (
         "x, y = data(); saved = lambda name: made.fit(x, y, batch_size=7, verbose=0, "
         "callbacks=[lockstep.Checkpoint(name)]); saved('run'); saved('run' if rank else 'none')",
-        "and another one from None:\nthey do not see the same folder",
+        "but another from None:\nthey do not see the same folder",
     ),
     "validation in one process": (
         "x, y = data(); made.fit(x, y, batch_size=7, epochs=2, verbose=0, "
         "validation_data=None if rank else (x, y))",
-        "Process 0 was given validation data for its fit, and process 1 none",
+        "Process 0 was given validation data for its fit, but process 1 none",
     ),
     "validation at other epochs": (
         "x, y = data(); made.fit(x, y, batch_size=7, epochs=2, verbose=0, "
@@ -571,21 +572,21 @@ REFUSED = {
     "a checkpoint in one process": (
         "made.fit(*data(), batch_size=7, verbose=0, "
         "callbacks=[lockstep.Checkpoint('alone')] if rank else None)",
-        "Process 1 was given a lockstep.Checkpoint for its fit, and process 0 none",
+        "Process 1 was given a lockstep.Checkpoint for its fit, but process 0 none",
     ),
     "a checkpoint of Orbax's": (
         "made.fit(*data(), batch_size=7, verbose=0, "
         "callbacks=[keras.callbacks.OrbaxCheckpoint(os.path.abspath('orbax'))])",
-        "OrbaxCheckpoint was given, and several processes train",
+        "OrbaxCheckpoint was given, but several processes train",
     ),
     "a checkpoint of Orbax's in a fit of its own": (
         "own = Saving(made.inputs, made.outputs); own.compile('sgd', 'mse'); "
         "lockstep.distribute(own).fit(*data(), batch_size=7, verbose=0)",
-        "OrbaxCheckpoint was given, and several processes train",
+        "OrbaxCheckpoint was given, but several processes train",
     ),
     "operation by operation": (
         "made.compile('sgd', 'mse', run_eagerly=True); made.fit(*data(), verbose=0)",
-        "run_eagerly or jit_compile=False was asked for",
+        "run_eagerly or jit_compile=False was requested",
     ),
     "a layer that Keras does not compile": (
         "cut = keras.Sequential([keras.layers.RandomCrop(2, 2, name='cut'), "
@@ -599,15 +600,15 @@ REFUSED = {
     ),
     "arrays that no process has whole": (
         "made.fit(*map(spread, data(56)), batch_size=7, verbose=0)",
-        "spread over processes, none of which has it whole",
+        "sharded across processes, and no process has all of it",
     ),
     "batches that no process has whole": (
         "made.fit((tuple(map(spread, data(8))) for _ in range(3)), verbose=0)",
-        "spread over processes, none of which has it whole",
+        "sharded across processes, and no process has all of it",
     ),
     "one batch that no process has whole": (
         "made.train_on_batch(*map(spread, data(8)))",
-        "spread over processes, none of which has it whole",
+        "sharded across processes, and no process has all of it",
     ),
     "another metric": (
         "made.compile('sgd', 'mse', metrics=['mae'][:rank]); made.fit(*data(), verbose=0)",
@@ -616,26 +617,26 @@ REFUSED = {
     "another momentum": (
         "made.compile(keras.optimizers.SGD(0.1, 0.8 + rank / 10), 'mse'); "
         "made.fit(*data(), verbose=0)",
-        "Process 1 would run another step than process 0",
+        "Process 1 would run a different step than process 0",
     ),
     "a difference the other way round": (
         "whole = keras.Input((4,)); pair = [whole[:, :2], whole[:, 2:]][:: 1 - 2 * rank]; "
         "ends = keras.layers.Dense(2)(keras.ops.subtract(*pair)); made = keras.Model(whole, ends); "
         "made.compile('sgd', 'mse'); lockstep.distribute(made).fit(*data(), verbose=0)",
-        "Process 1 would run another step than process 0",
+        "Process 1 would run a different step than process 0",
     ),
     "another type within a layer": (
         "half = keras.layers.Dense(2, dtype=['mixed_bfloat16', 'mixed_float16'][rank]); "
         "made = keras.Sequential([keras.Input((4,)), half]); made.compile('sgd', 'mse'); "
         "lockstep.distribute(made).fit(*data(), verbose=0)",
-        "Process 1 would run another step than process 0",
+        "Process 1 would run a different step than process 0",
     ),
     "another precision of an operation": (
         "exact = ['default', 'highest'][rank]; times = lambda x: jax.numpy.matmul(x, x.T, "
         "precision=exact); made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), "
         "keras.layers.Lambda(times)]); made.compile('sgd', 'mse'); "
         "lockstep.distribute(made).fit(*data(8), batch_size=2, verbose=0)",
-        "Process 1 would run another step than process 0",
+        "Process 1 would run a different step than process 0",
     ),
     "another layer": (
         "lockstep.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2 + rank)]))",
@@ -643,11 +644,11 @@ REFUSED = {
     ),
     "another order of devices": (
         "lockstep.distribute(made, lockstep.devices()[:: 1 - 2 * rank])",
-        "Process 1 has the devices in another order than process 0",
+        "Process 1 lists the devices in a different order than process 0",
     ),
     "some of the devices": (
         "lockstep.distribute(made, 2)",
-        "devices=2 was asked for, and 2 processes have 4",
+        "devices=2 was requested, but 2 processes have 4",
     ),
 }
 
@@ -742,7 +743,7 @@ def test_processes_that_jax_cannot_join_any_more_are_told(monkeypatch, call):
     made = model()  # starts JAX
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
-    text = r"process 1 of 4 \(torchrun: RANK, .*, and JAX started its devices before it joined them"
+    text = r"process 1 of 4 \(torchrun: RANK, .*, but JAX started its devices before the processes"
     with pytest.raises(ProcessesDisagree, match=text) as said:
         lockstep.distribute(made, 2) if call == "distribute" else lockstep.initialize()
     assert "before lockstep was imported" in str(said.value)
@@ -770,7 +771,7 @@ def test_processes_of_mpich_that_jax_does_not_know_of_are_warned(monkeypatch):
     made = lockstep.distribute(model(), 2)  # without a word
     lockstep.release(made)
     monkeypatch.setenv("PMI_SIZE", "3")
-    with pytest.warns(LockstepWarning, match="PMI_SIZE=3 processes were started, and JAX") as said:
+    with pytest.warns(LockstepWarning, match="PMI_SIZE=3 processes were started, but JAX") as said:
         lockstep.distribute(made, 2)
     assert said[0].filename == __file__
     made.predict(np.ones((4, *made.input_shape[1:]), "float32"), verbose=0)  # and goes on
@@ -823,8 +824,8 @@ def test_cpus_of_a_host_whose_name_has_no_address_are_told_what_to_add(monkeypat
         within.setattr(joining.socket, "getaddrinfo", unknown)
         with pytest.raises(ProcessesDisagree) as raised:
             joining.xla_bridge.backends()
-    assert "the CPUs of 2 processes by the names of their hosts" in str(raised.value)
-    assert "Add a line to /etc/hosts: the address of this host in its network, and nowhere." in str(
+    assert "the CPUs of 2 processes by host name, but the name of this host" in str(raised.value)
+    assert "Add a line to /etc/hosts with the network address of this host, and nowhere." in str(
         raised.value
     )
     assert len(str(raised.value).splitlines()) == 3

@@ -115,7 +115,9 @@ def test_two_processes_give_what_one_device_gives(tmp_path):
     assert second["held"] == first["held"]
     # It waited two minutes for processes that do not run the callback.
     backup, histograms = first["refused"]
-    assert backup.startswith("BackupAndRestore was given, and each of several processes has a part")
+    assert backup.startswith(
+        "BackupAndRestore was given, but the variables are sharded across several processes"
+    )
     assert histograms.startswith("TensorBoard with histograms was given")
     assert not [*tmp_path.glob("*by-1.keras"), *tmp_path.glob("of-1*")]
 
@@ -220,11 +222,10 @@ def test_a_read_by_one_process_alone_ends_in_words(tmp_path):
     assert [words.split("\n")[0] for words in also_said] == BOTH
 
 
-ALONE_READS = (
-    "Process 0 reads a variable, of which each process has a part, and another one does not."
-)
+ALONE_READS = "Process 0 reads a sharded variable, but another process does not."
 BOTH = [
-    "Two processes read different variables, of which each process has a part.",
-    "'sequential_1' was to be exported, and each of several processes has a part of its variables.",
-    "'sequential_1' was to be verified with its state in shards, and several processes run.",
+    "Two processes read different sharded variables.",
+    "'sequential_1' cannot be exported, because its variables are sharded across several "
+    "processes.",
+    "'sequential_1' cannot be verified with sharded state across several processes:\nverify needs",
 ]

@@ -211,7 +211,7 @@ def test_arrays_alone_keep_their_names_in_safetensors(tmp_path):
                 value = truth[layer][name][()]
                 np.testing.assert_array_equal(found.pop(name.decode().split(":")[0]), value)
     assert not found
-    assert "arrays alone" in report.notes[-1]
+    assert "arrays only" in report.notes[-1]
 
 
 def test_a_keras_archive_is_an_ordinary_zip(tmp_path):
@@ -295,7 +295,7 @@ def test_state_of_fewer_weights_says_that_some_were_frozen(tmp_path):
     )  # fmt: skip
     report = lockstep.rescue(old, tmp_path / "new.keras")
     assert report.optimizer == "dropped"
-    assert any("of 1 weight and the model trains 2" in note for note in report.notes)
+    assert any("covers 1 weight, but the model trains 2" in note for note in report.notes)
 
 
 def metric(class_name, **config):

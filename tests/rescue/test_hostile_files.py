@@ -116,7 +116,7 @@ def test_an_array_of_text_is_refused(tmp_path):
         group = root["model_weights/sequential_1/dense_1"]
         del group["bias:0"]
         group["bias:0"] = np.array([b"abcd"] * 8)
-    refused(path, tmp_path, HostileFile, "no numbers")
+    refused(path, tmp_path, HostileFile, "instead of numbers")
 
 
 def set_config(path, config):

@@ -145,9 +145,9 @@ def test_files_of_today(tmp_path):
     ("name", "content", "said"),
     [
         ("x.h5", b"", "is empty"),
-        ("x.h5", b"hello world, this is text", "of no known kind"),
+        ("x.h5", b"hello world, this is text", "of an unknown kind"),
         ("x.pt", b"PK\x05\x06" + bytes(18), "neither HDF5 nor .keras"),
-        ("x.keras", b"PK\x03\x04 cut", "is none"),
+        ("x.keras", b"PK\x03\x04 cut", "is not one"),
         ("model.ckpt.index", b"\x00\x00\x05", "TensorFlow checkpoint"),
     ],
 )
@@ -168,10 +168,10 @@ def test_a_checkpoint_of_tensorflow_is_known_by_the_name_that_it_was_saved_by(tm
 def test_a_missing_file_and_a_folder_are_said(tmp_path):
     with pytest.raises(UnreadableFile, match="cannot be opened"):
         lockstep.inspect(tmp_path / "nothing.h5")
-    with pytest.raises(UnreadableFile, match="an empty folder, and a single file was expected"):
+    with pytest.raises(UnreadableFile, match="an empty folder, but a single file was expected"):
         lockstep.inspect(tmp_path)  # it advised to give one of the files in it
     (tmp_path / "file").touch()
-    with pytest.raises(UnreadableFile, match="is a folder, and a single file was expected"):
+    with pytest.raises(UnreadableFile, match="is a folder, but a single file was expected"):
         lockstep.inspect(tmp_path)
 
 
@@ -302,7 +302,9 @@ def test_inspect_and_rescue_say_the_same_of_weights_alone(tmp_path):
 
 def test_a_check_of_arrays_alone_is_refused_by_name(tmp_path):
     case = LEGACY / "keras-2.2.4__mlp4-g2"
-    with pytest.raises(UnsuitableOutput, match=r"io\.npz' was asked for, and .*a\.safetensors is"):
+    with pytest.raises(
+        UnsuitableOutput, match=r"io\.npz' was requested, but .*a\.safetensors holds"
+    ):
         lockstep.rescue(
             case / "parallel_full.h5", tmp_path / "a.safetensors", check=case / "io.npz"
         )

@@ -133,7 +133,7 @@ def test_a_compiled_model_of_the_user_is_saved_whole(tmp_path):
 @pytest.mark.parametrize(
     ("build", "case", "file", "said"),
     [
-        (lambda: rnn(False), "keras-2.2.4__mlp4-g2", "parallel_weights.h5", "8 weights and the"),
+        (lambda: rnn(False), "keras-2.2.4__mlp4-g2", "parallel_weights.h5", "8 weights, but the"),
         (lambda: rnn(True), "keras-2.2.4__rnn-g2", "parallel_full.h5", "reset_after=False"),
     ],
 )
@@ -192,7 +192,7 @@ def sigmoid_rnn():
 def test_todays_files_are_left_to_keras(name, said, tmp_path):
     model = mlp4()
     (model.save_weights if "weights" in name else model.save)(tmp_path / name)
-    with pytest.raises(UnreadableFile, match=f"nothing to rescue.\nIt is ready to use: .*{said}"):
+    with pytest.raises(UnreadableFile, match=f"nothing to rescue.\nUse it directly: .*{said}"):
         lockstep.load_weights(model, tmp_path / name)
 
 
@@ -243,7 +243,7 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(change, tmp_path):
     path = with_kernel(tmp_path, change)
     model = mlp4()
     before = [np.array(value) for value in model.get_weights()]
-    with pytest.raises(WeightsDoNotFit, match="float32, which cannot hold it"):
+    with pytest.raises(WeightsDoNotFit, match="float32, which cannot hold this value"):
         lockstep.load_weights(model, path)
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)

@@ -38,7 +38,7 @@ def test_a_husk(tmp_path):
     file = LEGACY / "keras-2.0.9__mlp_act-g2" / "parallel_full.h5"
     assert message(errors.IncompleteFile, lambda: lockstep.rescue(file, tmp_path / "n.keras")) == (
         "keras-2.0.9__mlp_act-g2/parallel_full.h5 holds no weights at all: it has no list of "
-        "layers (layer_names). Keras 2.0.9 wrote it and failed half way.\n"
+        "layers (layer_names). Keras 2.0.9 failed while it wrote the file.\n"
         "Nothing can be recovered from it; look for a file of save_weights() or an\n"
         "earlier checkpoint of the same run, and rescue that."
     )
@@ -49,16 +49,16 @@ def test_a_save_that_stopped_half_way(tmp_path):
     text = message(errors.IncompleteFile, lambda: lockstep.rescue(file, tmp_path / "n.keras"))
     assert text.startswith(
         "tfkeras-2.3.4__collide-g2/parallel_full.h5 holds 6 of 18 weights: 12 of 18 weights of "
-        "'functional_1' are not there (the first is 'dense/kernel:0')."
+        "'functional_1' are missing (the first is 'dense/kernel:0')."
     )
 
 
 def test_weights_without_an_architecture(tmp_path):
     file = LEGACY / "keras-2.2.4__mlp4-g2" / "parallel_weights.h5"
     assert message(errors.NeedsCode, lambda: lockstep.rescue(file, tmp_path / "n.keras")) == (
-        "keras-2.2.4__mlp4-g2/parallel_weights.h5 holds weights and no architecture.\n"
-        "Give the template with --model file.py:function or --config template.json, or take\n"
-        "the arrays alone into a .safetensors file."
+        "keras-2.2.4__mlp4-g2/parallel_weights.h5 holds weights but no architecture.\n"
+        "Pass the template with --model file.py:function or --config template.json, or export\n"
+        "only the arrays into a .safetensors file."
     )
 
 

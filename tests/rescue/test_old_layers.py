@@ -373,7 +373,7 @@ def test_kernels_in_another_order_are_refused_and_the_arrays_are_not(attributes,
         arrays = zip(weights, (numbers(3, 3, 3, 3), numbers(3)), strict=True)
         old_files.group(root, "c", [*arrays])
     model = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Conv2D(3, 3)])
-    with pytest.raises(lockstep.errors.UntranslatableModel, match="Keras 1 or of the") as caught:
+    with pytest.raises(lockstep.errors.UntranslatableModel, match="Keras 1 or with the") as caught:
         lockstep.load_weights(model, tmp_path / "old.h5")
     assert len(str(caught.value).splitlines()) == 3
     lockstep.rescue(tmp_path / "old.h5", tmp_path / "arrays.safetensors")

@@ -147,7 +147,7 @@ def test_masked_steps_of_a_bidirectional_layer_are_told_of(version, noted, tmp_p
               call("Bidirectional", "bi", "e", layer=inner, merge_mode="concat")]  # fmt: skip
     weights = [*names("bi/forward_l", forward), *names("bi/backward_l", backward)]
     report, model = rescued(tmp_path, layers, {**E, "bi": weights}, version)
-    assert any("bi runs over a mask" in note for note in report.notes) == noted
+    assert any("bi uses a mask" in note for note in report.notes) == noted
     x, mask = EMBEDDINGS[WORDS], WORDS != 0
     back = lstm(x[:, ::-1], *backward, mask=mask[:, ::-1])[:, ::-1]
     wanted = np.concatenate([lstm(x, *forward, mask=mask), back], axis=-1)

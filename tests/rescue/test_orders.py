@@ -53,5 +53,5 @@ def test_a_name_that_the_user_gave_does_not_go_to_another_layer(tmp_path):
     ]
     old = single_weights(tmp_path / "old.h5", groups, "2.2.4")
     first, last = layers.Dense(5, name="decoder"), layers.Dense(5, name="head")
-    with pytest.raises(AmbiguousWeights, match="'decoder' would go to 'head'"):
+    with pytest.raises(AmbiguousWeights, match="'decoder' belong to 'head'"):
         lockstep.load_weights(keras.Sequential([keras.Input((5,)), first, last]), old)

@@ -228,7 +228,7 @@ def test_the_end_of_data_of_unknown_length_counts_no_step():
 def test_operations_that_run_one_by_one():
     model = lockstep.place(chain(), {"dense_1": 1})
     model.compile("sgd", "mse", run_eagerly=True)
-    with pytest.raises(UnsupportedModel, match="run_eagerly=True was asked for"):
+    with pytest.raises(UnsupportedModel, match="run_eagerly=True was requested"):
         model.fit(*rows(), verbose=0)
 
 

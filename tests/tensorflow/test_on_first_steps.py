@@ -56,7 +56,7 @@ def test_a_step_that_does_not_use_the_loss_of_compile_is_compared(loss):
         rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(6, drop_remainder=True)
         return model.fit(rows, epochs=2, verbose=0, shuffle=False).history["loss"]
 
-    with pytest.warns(UnsplitBatchWarning, match="so the first device runs every batch alone"):
+    with pytest.warns(UnsplitBatchWarning, match="so only the first device runs every batch"):
         many = losses(lambda model: lockstep.distribute(model, 2))
     np.testing.assert_allclose(many, losses(lambda model: model), rtol=1e-10)
 

@@ -11,7 +11,7 @@ def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_PROCESSES", "2")
     monkeypatch.setenv("LOCKSTEP_PROCESS", "1")
     monkeypatch.setenv("LOCKSTEP_COORDINATOR", "127.0.0.1:4000")
-    with pytest.raises(UnsupportedBackend, match=r"process 1 of 2 .*, and on 'tensorflow'") as said:
+    with pytest.raises(UnsupportedBackend, match=r"process 1 of 2 .*, but on 'tensorflow'") as said:
         lockstep.initialize()
     assert "LOCKSTEP_PROCESSES=1" in str(said.value)
     monkeypatch.delenv("LOCKSTEP_PROCESS")

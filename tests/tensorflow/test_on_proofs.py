@@ -199,7 +199,7 @@ ALONE = {
     "Python while it runs": lambda layer, x: tf.ensure_shape(
         tf.numpy_function(lambda y: y * 2, [x], tf.float32), (None, 5)
     ),
-    "a gradient of its own": lambda layer, x: tf.custom_gradient(_own_gradient)(x),
+    "a custom gradient": lambda layer, x: tf.custom_gradient(_own_gradient)(x),
     "a number drawn in Python": lambda layer, x: x + np.random.normal(),
 }
 
@@ -237,9 +237,9 @@ def test_what_works_row_by_row_is_split(what):
 
 @pytest.mark.parametrize("what", every(4, NOT_FOLLOWED, quick=1))
 def test_functions_of_tensorflow_see_the_whole_batch(what):
-    with pytest.warns(UnsplitBatchWarning, match=r"Keras's layers and keras.ops\)") as warned:
+    with pytest.warns(UnsplitBatchWarning, match=r"Keras layers and keras.ops\)") as warned:
         many = fit(lockstep.distribute(model(NOT_FOLLOWED[what]), 2))
-    assert any("declare it: lockstep.rowwise" in str(each.message) for each in warned)
+    assert any("declare the layer with lockstep.rowwise" in str(each.message) for each in warned)
     assert_same(many, fit(model(NOT_FOLLOWED[what])))
 
 
@@ -262,7 +262,7 @@ def test_what_looks_across_rows_sees_the_whole_batch(what):
 def test_what_no_two_devices_do_alike_runs_on_the_first(what):
     made = lockstep.distribute(model(ALONE[what]), 3)
     with pytest.warns(
-        UnsplitBatchWarning, match=r"(has|calls|draws|is) .*so the first device"
+        UnsplitBatchWarning, match=r"(has|calls|draws|is) .*so only the first device"
     ) as w:
         fit(made)
     (said,) = [str(each.message) for each in w if each.category is UnsplitBatchWarning]
@@ -274,7 +274,7 @@ def test_what_no_two_devices_do_alike_runs_on_the_first(what):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("what", ["a gradient of its own", "Python while it runs"])
+@pytest.mark.parametrize("what", ["a custom gradient", "Python while it runs"])
 def test_what_the_first_device_runs_alone_is_exact(what):
     with pytest.warns(UnsplitBatchWarning):
         many = fit(lockstep.distribute(model(ALONE[what]), 2))
@@ -308,7 +308,7 @@ def test_a_program_that_differs_in_its_wires_is_another_one(choice):
     made = keras.Sequential([keras.Input((5,)), Chooses(CHOICES[choice]), layers.Dense(2)])
     made.compile("sgd", "mse")
     lockstep.distribute(made, 3)
-    with pytest.warns(UnsplitBatchWarning, match="another program each time Python makes it"):
+    with pytest.warns(UnsplitBatchWarning, match="a different program each time it is traced"):
         fit(made)
 
 
@@ -323,7 +323,7 @@ def _noisy_metric(y_true, y_pred):
 @pytest.mark.parametrize("part", [{"loss": _noisy_loss}, {"metrics": [_noisy_metric]}])
 def test_a_loss_or_metric_that_draws_runs_on_the_first_device(part):
     made = lockstep.distribute(model(lambda layer, x: x, **part), 2)
-    with pytest.warns(UnsplitBatchWarning, match="draws random numbers or has a state"):
+    with pytest.warns(UnsplitBatchWarning, match="draws random numbers or is stateful"):
         fit(made)
 
 
@@ -344,7 +344,7 @@ def test_a_loss_that_uses_what_a_layer_keeps_is_exact():
         made.compile("sgd", lambda y, p: ops.mean((y - p) ** 2) + ops.mean(keeps.kept**2))
         return made
 
-    with pytest.warns(UnsplitBatchWarning, match="its loss uses what a layer keeps"):
+    with pytest.warns(UnsplitBatchWarning, match="its loss uses a tensor that a layer stores"):
         many = fit(lockstep.distribute(make(), 2))
     assert_same(many, fit(make()))
 
@@ -435,7 +435,7 @@ def test_a_first_dim_that_is_not_the_batch_runs_on_the_first_device(across):
     x, y = rng.normal(size=(8, 4)).astype("float32"), rng.normal(size=(8, 2)).astype("float32")
     found = []
     for made in (make(), lockstep.distribute(make(), 2)):
-        said = pytest.warns(UnsplitBatchWarning, match="is not the batch, so the first device")
+        said = pytest.warns(UnsplitBatchWarning, match="is not the batch, so only the first device")
         with said if found else contextlib.nullcontext():
             made.fit(x, y, batch_size=4, verbose=0, shuffle=False)
         found.append([*made.get_weights(), made.predict(x, verbose=0)])
@@ -452,7 +452,7 @@ def test_a_layer_that_looks_at_the_static_rows_of_a_batch_sees_those_of_one_devi
     def what(layer, x):
         return x / (x.shape[0] or 1)
 
-    with pytest.warns(UnsplitBatchWarning, match="it looks at the number of rows"):
+    with pytest.warns(UnsplitBatchWarning, match="it reads the number of rows"):
         many = _on_batches(lockstep.distribute(model(what), 3))
     assert_same(many, _on_batches(model(what)))
 
@@ -479,7 +479,7 @@ def test_float8_scales_by_the_whole_batch():
         made.compile(keras.optimizers.SGD(0.01), "mse")
         return made
 
-    with pytest.warns(UnsplitBatchWarning, match="so the first device"):
+    with pytest.warns(UnsplitBatchWarning, match="so only the first device"):
         many = fit(lockstep.distribute(make(), 3))
     assert_same(many, fit(make()))
 
@@ -491,7 +491,7 @@ def test_a_batch_norm_that_the_model_does_not_hold_runs_on_the_first_device():
         return norm, model(lambda layer, x: norm(x, training=True))
 
     (norm, one), (of_many, many) = make(), make()
-    with pytest.warns(UnsplitBatchWarning, match="so the first device"):
+    with pytest.warns(UnsplitBatchWarning, match="so only the first device"):
         several = fit(lockstep.distribute(many, 2))
     assert_same([*several, *of_many.get_weights()], [*fit(one), *norm.get_weights()])
 
@@ -514,8 +514,8 @@ PREPARES = {
 }
 WHOLE = {
     "a text of the longest row": "text_vectorization",
-    "sparse rows": "hashing.*gives a sparse or ragged tensor",
-    "rows of other lengths": "text_vectorization.*gives a sparse or ragged tensor",
+    "sparse rows": "hashing.*returns a sparse or ragged tensor",
+    "rows of other lengths": "text_vectorization.*returns a sparse or ragged tensor",
 }
 
 

@@ -229,19 +229,19 @@ IN_PART = {
         _stack_of_instances,
         ([_numbers(20, WIDTH), 2 * _numbers(20, WIDTH), _numbers(20, WIDTH) ** 2], _numbers(20, 2)),
         {"loss": "mse"},
-        "the first dim of what 'stack' gives is not the batch, so the first device",
+        "the first dim of the output of 'stack' is not the batch, so only the first device",
     ),
     "a step as a function": (
         CompiledStep,
         (_numbers(20, WIDTH),),
         {},
-        "calls no layer that is known to work row by row, so the first device",
+        "calls no layer that is known to work row by row, so only the first device",
     ),
     "a gradient of a gradient": (
         Penalty,
         (_numbers(20, WIDTH),),
         {},
-        "takes a gradient inside a tape, so the first device",
+        "computes a gradient inside a tape, so only the first device",
     ),
 }
 
@@ -289,5 +289,5 @@ class _CompiledHelper(CustomStep):
 
 def test_a_function_that_keeps_the_slots_of_before_is_refused():
     """Its updates would not reach the state that is saved."""
-    with pytest.raises(UnsupportedModel, match="from before every device had a copy"):
+    with pytest.raises(UnsupportedModel, match="before they were copied to every device"):
         _trained(_CompiledHelper, (_numbers(20, WIDTH),), {}, 3)

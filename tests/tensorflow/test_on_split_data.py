@@ -44,7 +44,7 @@ def test_data_that_a_strategy_has_split_are_refused_with_what_to_hand_over(call,
     lockstep.distribute(model, 2)
     with pytest.raises(UnusableData) as raised:
         CALLS[call](model, made(["cpu:0", "cpu:1"]))
-    assert "of tf.distribute, whose batches are split already" in str(raised.value)
-    assert "Hand over the tf.data.Dataset that it was made of" in str(raised.value)
+    assert "of tf.distribute, whose batches are already split" in str(raised.value)
+    assert "Pass the original tf.data.Dataset" in str(raised.value)
     history = model.fit(plain(), shuffle=False, verbose=0).history
     assert np.isfinite(history["loss"]).all()

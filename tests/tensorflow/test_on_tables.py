@@ -157,6 +157,8 @@ def test_what_every_device_looks_up_has_one_gradient(layer, kind, optimizer, ste
 def test_a_look_up_in_a_branch_runs_on_the_first_device_and_says_so():
     """TensorFlow gives the gradient of a branch as one piece."""
     made = (_InABranch, keras.Model, lambda: optimizers.Adam(0.01))
-    with pytest.warns(UnsplitBatchWarning, match="looks up rows of a weight inside a function"):
+    with pytest.warns(
+        UnsplitBatchWarning, match="looks up rows of a weight inside a TensorFlow function"
+    ):
         many = _trained(lambda made: lockstep.distribute(made, 3), *made)
     assert_same(many, _trained(lambda made: None, *made))

@@ -73,7 +73,7 @@ def test_a_callback_cannot_take_the_model_off_its_devices(change):
     class Changes(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             lockstep.distribute(made, 3)  # where it is
-            with pytest.raises(BusyModel, match=f"^{change} of {made.name!r} was called within"):
+            with pytest.raises(BusyModel, match=f"^{change} of {made.name!r} was called during"):
                 lockstep.release(made) if change == "release" else lockstep.distribute(made, 2)
             told.append(batch)
 

@@ -231,5 +231,5 @@ def test_what_a_step_changes_and_no_layer_has_is_named_and_runs_whole(changes):
         return model
 
     names = "'kl'" if changes == "layer" else "'seen/count', 'seen/total'"
-    with pytest.warns(UnsplitBatchWarning, match=f"changes variables .* of it has: {names}, so"):
+    with pytest.warns(UnsplitBatchWarning, match=f"changes variables .* its layers: {names}, so"):
         assert_same(*_both(train), atol=1e-10)

@@ -52,7 +52,9 @@ def test_a_model_that_no_other_process_can_have():
     made = with_layer(zero, layers.BatchNormalization(), held, optimizer="adam")
     found = lockstep.verify(made, data(), devices=3, batch_size=10)
     assert (found.verdict, found.first_step, found.rounding) == ("cannot tell", None, None)
-    assert "for float64 it cannot be sent to another process (" in found.cause
+    assert (
+        "for the float64 comparison, the model cannot be sent to another process (" in found.cause
+    )
 
 
 @pytest.mark.whole

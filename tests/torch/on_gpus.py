@@ -96,12 +96,12 @@ def killed():
 def refused():
     """More GPUs than are here, a GPU with the CPU, another GPU than that of Keras."""
     count = torch.cuda.device_count()
-    with pytest.raises(DeviceNotFound, match=f"devices={count + 1} was asked for"):
+    with pytest.raises(DeviceNotFound, match=f"devices={count + 1} was requested"):
         lockstep.distribute(network(), count + 1)
     with pytest.raises(DeviceError, match="mixes cpu and gpu"):
         lockstep.distribute(network(), ["gpu:0", "cpu:0"])
     if count > 1:
-        with pytest.raises(DeviceError, match="Keras makes its tensors on gpu:0"):
+        with pytest.raises(DeviceError, match="Keras creates its tensors on gpu:0"):
             lockstep.distribute(network(), ["gpu:1"])
 
 

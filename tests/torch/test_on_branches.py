@@ -329,7 +329,7 @@ def test_a_model_around_one_that_is_placed(gpus):
 def test_compilation_by_pytorch_is_refused():
     model = lockstep.place(chain(), {"dense_1": 1})
     model.compile("sgd", "mse", jit_compile=True)
-    with pytest.raises(UnsupportedModel, match="jit_compile=True was asked for"):
+    with pytest.raises(UnsupportedModel, match="jit_compile=True does not support"):
         model.fit(*rows(), verbose=0)
 
 

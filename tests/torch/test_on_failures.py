@@ -189,7 +189,9 @@ def test_a_stopped_worker_is_reported_and_the_model_stands_as_after_the_last_ste
     x, y = data()
     one.fit(x[:15], y[:15], batch_size=5, **QUIET)
     before = set(workers(os.getpid()))
-    with pytest.raises(WorkerDied, match=r"replica 1 .* was stopped for 2 seconds") as caught:
+    with pytest.raises(
+        WorkerDied, match=r"replica 1 .* was suspended by a signal for 2 seconds"
+    ) as caught:
         many.fit(x, y, batch_size=5, **QUIET)
     del caught
     assert_equal(values(one), values(many))
@@ -205,7 +207,7 @@ def test_a_worker_that_is_stopped_between_two_calls_is_reported(short_patience):
     outputs = many.predict(x, verbose=0)
     (worker,) = set(workers(os.getpid())) - before
     os.kill(worker, signal.SIGSTOP)
-    with pytest.raises(WorkerDied, match="was stopped for 2 seconds"):
+    with pytest.raises(WorkerDied, match="was suspended by a signal for 2 seconds"):
         many.predict(x, verbose=0)
     assert_equal(outputs, many.predict(x, verbose=0))
     lockstep.release(many)

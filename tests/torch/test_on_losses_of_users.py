@@ -236,7 +236,7 @@ def test_an_output_that_was_not_gathered_is_an_error_after_its_step():
     with patched([(metrics, "update_state", lambda y, p, sample_weight=None: kept.append(p))]):
         many.train_on_batch(x, y)
     assert len(kept[0]) == 11
-    with pytest.raises(UnsupportedModel, match="was kept, and is used after its step"):
+    with pytest.raises(UnsupportedModel, match="is used after its step has ended"):
         kept[0] + 1.0
     many.train_on_batch(x, y)  # the processes are there still
 

@@ -383,7 +383,7 @@ def test_a_run_goes_on_with_another_size(tmp_path):
 def test_verify_compares_one_device_in_parts_with_itself():
     found = lockstep.verify(chain(layers.Dropout(0.2)), features(), 1, 2, micro_batch_size=3)
     assert found.equal
-    assert "on one device and on 1, at most 3 rows at once" in str(found)
+    assert "on one device and on 1 device, at most 3 rows at once" in str(found)
 
 
 # --------------------------------------------------------------------------------- refusals
@@ -461,8 +461,8 @@ def noisy_loss(y, found):
 REFUSED = {
     "a batch norm that trains": (
         lambda: chain(layers.BatchNormalization(name="norm")),
-        "'norm' (BatchNormalization) needs the rows of the whole batch at once, and "
-        "micro_batch_size=3 gives it parts",
+        "'norm' (BatchNormalization) needs all rows of the batch at once, but "
+        "micro_batch_size=3 splits",
     ),
     "a layer across rows": (
         centred,
@@ -478,14 +478,16 @@ REFUSED = {
     ),
     "a variable that changes": (
         lambda: chain(Counting(name="counting")),
-        "'sequential/counting/count' changes in the call of a layer or loss, which is called for",
+        "'sequential/counting/count' changes in the call of a layer or loss. With "
+        "micro_batch_size, this call runs once\n"
+        "for",
     ),
-    "a stateful RNN": (stateful, "'memory' is stateful: it keeps a state for each row"),
+    "a stateful RNN": (stateful, "'memory' is stateful: it keeps one state per row"),
     "a fixed number of rows": (fixed, "'fixed' is built for batches of 9 rows, and micro_batch"),
     "a step of the user's own": (
         own_step,
-        "'own' has a train_step of its own,\nso its step would run all rows at once, and "
-        "micro_batch_size=3 was asked for.\n",
+        "'own' has a train_step of its own,\n"
+        "so its step would run all rows at once, but micro_batch_size=3 was requested.\n",
     ),
     "a variable of no layer": (
         lambda: chain(Own(lambda self, x: (CALLS.assign_add(1.0), x)[1])),
@@ -493,15 +495,15 @@ REFUSED = {
     ),
     "a declared loss that counts": (
         lambda: chain(loss=lockstep.rowwise(counted_loss)),
-        "The loss 'counted_loss' is declared row-wise, and changes a variable or draws random",
+        "The loss 'counted_loss' is declared row-wise, but changes a variable or draws random",
     ),
     "a declared loss that draws": (
         lambda: chain(loss=lockstep.rowwise(noisy_loss)),
-        "The loss 'noisy_loss' is declared row-wise, and changes a variable or draws random",
+        "The loss 'noisy_loss' is declared row-wise, but changes a variable or draws random",
     ),
     "a declared layer across rows": (
         lambda: chain(lockstep.rowwise(Own(lambda self, x: x - ops.mean(x, axis=0)))),
-        "'sequential' gives other outputs for the first rows in two parts than at once (",
+        "'sequential' gives different outputs if the first rows run in two parts (",
     ),
 }
 
@@ -524,7 +526,9 @@ def test_a_wrong_declaration_is_found_with_parts_of_few_rows(size):
     """Where no device had two parts, the first step had compared nothing."""
     made = chain(lockstep.rowwise(Own(lambda self, x: x - ops.mean(x, axis=0))))
     lockstep.distribute(made, 3, micro_batch_size=size)
-    with pytest.raises(UnsupportedModel, match="gives other outputs for the first rows in two"):
+    with pytest.raises(
+        UnsupportedModel, match=("gives different outputs if the first rows run in two")
+    ):
         made.fit(*features(), **QUIET)
 
 
@@ -615,7 +619,7 @@ class AlwaysTraining(keras.Model):
 
 def test_a_batch_norm_that_takes_moments_where_nothing_trains():
     made = lockstep.distribute(AlwaysTraining(), 1, micro_batch_size=3)
-    with pytest.raises(UnsupportedModel, match=r"'norm' \(BatchNormalization\) needs the rows"):
+    with pytest.raises(UnsupportedModel, match=r"'norm' \(BatchNormalization\) needs all rows"):
         made.predict(features()[0], verbose=0)
 
 
@@ -629,7 +633,7 @@ def test_random_numbers_of_one_device_that_a_part_cannot_draw():
     made = keras.Sequential([keras.Input((2, 2)), inner, layers.Dense(2)])
     made.compile("sgd", "mse")
     assert refusal(made, same_random_numbers=True).startswith(
-        "'recurrent' (GRU) draws random numbers in its call, and a part of the rows cannot\n"
+        "'recurrent' (GRU) draws random numbers in its call. For a part of the rows, it\ncannot"
     )
 
 

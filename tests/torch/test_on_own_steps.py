@@ -570,7 +570,10 @@ class Recomputed(Own):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("build", "reason"),
-    [(Elsewhere, "is no argument and no weight of the model"), (Recomputed, "use_reentrant")],
+    [
+        (Elsewhere, "is neither an argument nor a weight of the model"),
+        (Recomputed, "use_reentrant"),
+    ],
 )
 def test_a_gradient_that_would_be_that_of_some_rows_is_refused(build, reason):
     _, model = both(build)
@@ -727,7 +730,7 @@ def test_code_that_depends_on_the_process_is_refused(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CHECK", "0")  # the check of the first step finds it too
     _, model = both(ByProcess)
     model.compile(optimizer="sgd")
-    with pytest.raises(UnsupportedModel, match="uses\nsomething that the model does not hold"):
+    with pytest.raises(UnsupportedModel, match="uses\na value outside of the model"):
         model.fit(numbers(14, 4), batch_size=7, **QUIET)
 
 
@@ -787,7 +790,7 @@ def test_the_end_of_a_worker_says_that_the_step_may_have_updated_some_variables(
     model.compile(optimizer="sgd")
     with pytest.raises(WorkerDied) as found:
         model.fit(numbers(42, 4), batch_size=7, **QUIET)
-    assert "may have updated some variables" in found.value.__notes__[-1]
+    assert "may already have updated some variables" in found.value.__notes__[-1]
 
 
 def test_release_trains_it_on_one_device_again():

@@ -31,7 +31,7 @@ def test_batches_are_copied():
 
 
 def test_devices_that_ranks_cannot_have(monkeypatch):
-    with pytest.raises(DeviceError, match="of several kinds"):
+    with pytest.raises(DeviceError, match="of different kinds"):
         check_placement(("gpu:0", "cpu:0"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(accelerators.dist, "is_nccl_available", lambda: False)
@@ -40,7 +40,7 @@ def test_devices_that_ranks_cannot_have(monkeypatch):
         check_placement(("gpu:0", "gpu:1"))
     monkeypatch.setattr(accelerators.dist, "is_nccl_available", lambda: True)
     check_placement(("gpu:0", "gpu:1"))
-    with pytest.raises(DeviceError, match=r"gpu:0.\nName that one first, or .*set_device\(1\)"):
+    with pytest.raises(DeviceError, match=r"gpu:0.\nName this GPU first, or .*set_device\(1\)"):
         check_placement(("gpu:1", "gpu:0"))
 
 

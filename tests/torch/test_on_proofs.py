@@ -108,7 +108,7 @@ def _norm_in_a_closure():
 
 
 WHOLE = {
-    "the number of rows": (lambda layer, x: x / (x.shape[0] or 1), "looks at the number of rows"),
+    "the number of rows": (lambda layer, x: x / (x.shape[0] or 1), "reads the number of rows"),
     "a branch on a symbolic tensor": (
         lambda layer, x: x if keras.utils.is_keras_tensor(x) else x - ops.mean(x, axis=0),
         "Mean",
@@ -121,8 +121,8 @@ WHOLE = {
         lambda layer, x: x - ops.mean(x, axis=0) if hasattr(x, "requires_grad") else x,
         "reads 'requires_grad' of a tensor",
     ),
-    "a batch norm in a closure": (_norm_in_a_closure(), "'unheld', which the model does not hold"),
-    "a function of PyTorch": (lambda layer, x: torch.sin(x), "more than Keras's layers"),
+    "a batch norm in a closure": (_norm_in_a_closure(), "'unheld', which is not part of the model"),
+    "a function of PyTorch": (lambda layer, x: torch.sin(x), "functions other than Keras layers"),
     "statistics by hand": (lambda layer, x: x - ops.mean(x, axis=0), "Mean"),
     "a branch on a weight": (_branches_on_a_weight, "reads the value"),
     "a weight read by NumPy": (_reads_a_weight, "reads the value"),
@@ -179,7 +179,7 @@ def test_what_is_not_known_runs_whole(what):
     function, reason = WHOLE[what]
     with pytest.warns(UnsplitBatchWarning, match=rf"every device runs 'does' \(.*{reason}") as said:
         assert_same_fit(built(function))
-    assert any("declare it: lockstep.rowwise" in str(each.message) for each in said)
+    assert any("declare the layer with lockstep.rowwise" in str(each.message) for each in said)
 
 
 def test_a_layer_that_draws_numbers_of_pytorch_is_not_said_to_be_exact():
@@ -241,7 +241,7 @@ class MeasuresRows(Measures):
     [
         (
             Measures,
-            r"'measures' \(its call updates the metric 'share'\) of .*\n.*A metric that compile or",
+            r"'measures' \(its call updates the metric 'share'\) of .*\n.*let only compile or",
         ),
         (MeasuresRows, r"'share' differs by .* \(remove lockstep.rowwise from 'measures', whose"),
     ],
@@ -254,7 +254,7 @@ def test_the_advice_for_a_metric_in_a_call_fits(layer, said):
 
     with pytest.warns(UnsplitBatchWarning, match=said) as found:
         assert_same_fit(build)
-    assert not any("declare it" in str(each.message) for each in found)
+    assert not any("lockstep.rowwise" in str(each.message) for each in found)
 
 
 def _centers(self, x, training=None):
@@ -268,7 +268,7 @@ def _centers_after(layer, given, outputs):
 
 def test_a_class_of_keras_with_another_call_runs_on_one_device(monkeypatch):
     monkeypatch.setattr(layers.Dense, "call", _centers)
-    with pytest.warns(UnsplitBatchWarning, match="layer of Dense with a method that is not"):
+    with pytest.warns(UnsplitBatchWarning, match="layer of Dense with a replaced method"):
         assert_same_fit(built(lambda layer, x: x * 2))
 
 
@@ -483,7 +483,7 @@ def test_code_that_acts_on_a_gradient_has_that_of_all_rows_or_works_row_by_row(w
         for made in (one, many):
             made.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert_equal(one, many)
-    told = any("the gradient within layer 'does'" in str(each.message) for each in said)
+    told = any("a gradient inside layer 'does'" in str(each.message) for each in said)
     assert told == (what is not _reversed)
 
 

@@ -269,5 +269,5 @@ def test_layers_draw_the_numbers_of_one_device_if_asked_to(name, state):
 
 
 def test_the_argument_for_random_numbers_is_true_or_false():
-    with pytest.raises(TypeError, match="same_random_numbers='yes' was asked for"):
+    with pytest.raises(TypeError, match="same_random_numbers='yes' was requested"):
         lockstep.distribute(keras.Sequential([layers.Dense(1)]), 1, same_random_numbers="yes")

@@ -216,8 +216,8 @@ def _hook(module, inputs, output):
 
 AROUND = {
     "Rounds, a mode of PyTorch": Rounds,
-    "a hook of PyTorch on every module": lambda: (
-        torch.nn.modules.module.register_module_forward_hook(_hook)
+    "a global PyTorch module hook": lambda: torch.nn.modules.module.register_module_forward_hook(
+        _hook
     ),
     "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: tensor.round(decimals=1) if tensor.is_floating_point() else tensor,

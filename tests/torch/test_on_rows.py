@@ -273,5 +273,5 @@ def test_an_output_cannot_be_given_other_memory(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CHECK", "0")
     _, model = both(Refilled)
     model.compile(keras.optimizers.SGD(0.01))
-    with pytest.raises(UnsupportedModel, match=r"other memory by set_ in a step"):
+    with pytest.raises(UnsupportedModel, match=r"different memory by set_ in a step"):
         model.fit(np.zeros((7, 4)), batch_size=7, verbose=0)

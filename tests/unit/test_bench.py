@@ -49,7 +49,10 @@ def test_speedup_and_efficiency_are_those_of_rows_per_second():
 
 def test_more_devices_help_only_beyond_the_spread_of_the_rounds():
     found = scaling(measured(1, 0.0100), measured(4, 0.0099))
-    assert "1 device is as fast as any, within the spread, and what limits 4" in found.verdict
+    assert (
+        "1 device is as fast as the others, within the spread. The bottleneck with 4"
+        in found.verdict
+    )
 
 
 def test_the_most_devices_are_named_where_fewer_are_the_fastest():
@@ -70,7 +73,7 @@ def test_a_report_without_a_profile_says_so():
 @pytest.mark.parametrize(
     ("parts", "limit", "advice"),
     [
-        ({"input": 0.02}, "input", "more workers for the data help"),
+        ({"input": 0.02}, "input", "more data workers will help"),
         ({"host": 0.02, "compute": 0.004}, "host", r"steps_per_execution=64\b"),
         ({"communication": 0.012, "compute": 0.004}, "communication", r"batch_size=2048\b"),
     ],
@@ -87,7 +90,7 @@ def test_without_a_profile_what_limits_is_known_only_where_it_is_measured():
     unseen = {"compute": None, "communication": None}
     found = scaling(measured(1, 0.05, **unseen), measured(4, 0.1, **unseen))
     assert found.measurements[0].limit == "unknown"
-    assert "1 device is the fastest, and what limits 4 is not known" in found.verdict
+    assert "1 device is the fastest. The bottleneck with 4 is unknown" in found.verdict
     assert measured(1, 0.05, **unseen, host=0.045).limit == "host"
     assert measured(1, 0.05, **unseen, input=0.045).limit == "input"
     # What takes 28% of a step does not limit it, whatever else is less.
@@ -122,8 +125,8 @@ def test_the_report_names_every_number():
     again = json.loads(found.as_json())
     assert again["measurements"][1]["efficiency"] == pytest.approx(0.8333, abs=1e-3)
     assert again["measurements"][1]["compute"] is None
-    assert "which slows small steps" in " ".join(shown.split())
-    assert "which slows small steps" in again["profiled"]
+    assert "which slows down small steps" in " ".join(shown.split())
+    assert "which slows down small steps" in again["profiled"]
     odd = scaling(measured(1, float("nan")), measured(4, float("inf")))
     assert json.loads(odd.as_json(), parse_constant=pytest.fail)["measurements"][1]["step"] == "inf"
 
@@ -169,7 +172,7 @@ def test_what_lockstep_refuses_is_told_as_it_is(tmp_path, monkeypatch):
     with pytest.raises(TargetNotFound) as error:
         run_bench("train.py:build", [1])
     assert str(error.value) == (
-        "train.py:build returned a int, and (model, data) was expected.\n"
+        "train.py:build returned a int, but (model, data) was expected.\n"
         "Return a compiled model and (x, y), or a data set of such batches."
     )
 
@@ -179,7 +182,7 @@ def test_devices_that_are_not_here_are_refused_before_anything_is_measured(tmp_p
     monkeypatch.setenv("LOCKSTEP_REHEARSE", "2")
     (tmp_path / "train.py").write_text(SCRIPT)
     said = []
-    with pytest.raises(DeviceNotFound, match="devices=64 was asked for, and 2 are here"):
+    with pytest.raises(DeviceNotFound, match="devices=64 was requested, but only 2 are available"):
         run_bench("train.py:build", [1, 64], say=said.append)
     assert said[0] == "64 devices ..."
 
@@ -215,11 +218,11 @@ def test_counts_have_to_be_numbers(tmp_path):
     command = [sys.executable, "-m", "lockstep", "bench", "train.py:build", "--devices", "1,x"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "--devices=1,x was asked for" in done.stderr
+    assert "--devices=1,x is not a list of numbers" in done.stderr
 
 
 def test_layers_that_keep_a_step_from_being_compiled_are_named():
-    why = "the step is not compiled, for cut (RandomCrop)"
+    why = "the step is not compiled because of cut (RandomCrop)"
     found = scaling(measured(1, 0.1, not_compiled=why), rehearsed=True)
     assert found.advice == (f"On JAX {why}: apply such layers to the data instead, before fit.",)
 
@@ -239,13 +242,13 @@ def test_bench_in_python_leaves_the_model_as_it_was():
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"devices": 0}, DeviceError, "devices=0 was given, and numbers of devices of at least 1"),
+        ({"devices": 0}, DeviceError, "devices=0 was given, but numbers of devices of at least 1"),
         ({"devices": ["gpu:0"]}, DeviceError, "devices=['gpu:0'] was given"),
-        ({"devices": 99}, DeviceNotFound, "devices=99 was asked for"),
-        ({"steps": 0}, UnusableData, "steps=0 was given, and a whole number of at least 1"),
-        ({"rounds": 1.5}, UnusableData, "rounds=1.5 was given, and a whole number of at least 1"),
+        ({"devices": 99}, DeviceNotFound, "devices=99 was requested"),
+        ({"steps": 0}, UnusableData, "steps=0 was given, but a whole number of at least 1"),
+        ({"rounds": 1.5}, UnusableData, "rounds=1.5 was given, but a whole number of at least 1"),
         ({"batch_size": -1}, UnusableData, "batch_size=-1 was given"),
-        ({"compiled": False}, UnusableData, "A compiled model was expected, and 'sequential"),
+        ({"compiled": False}, UnusableData, "A compiled model was expected, but 'sequential"),
     ],
 )
 def test_bench_in_python_refuses_what_it_cannot_measure(options, error, said):

@@ -31,7 +31,10 @@ def test_the_demo_in_a_folder_with_files_of_the_users(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.sub(r"\s+", " ", done.stdout)
-    assert "2 devices gave what one device gave: after each of 58 training steps" in found
+    assert (
+        "2 devices gave the same results as one device: the losses of all 58 training steps"
+        in found
+    )
     assert re.search(r"Python on one device \.\.\., about \d+ s left", done.stderr)
     files = {file.name for file in tmp_path.iterdir()}
     written = {"digits.keras", "python.keras", "demo.png"}

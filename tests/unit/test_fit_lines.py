@@ -40,13 +40,13 @@ def _no_rehearsal(monkeypatch):
         ((np.zeros((9, 2)),), {"batch_size": 10}, "global batch 10 = up to 3 per replica"),
         ((np.zeros((9, 2)),), {}, "global batch 32 = 8 per replica"),
         (({"a": np.zeros(9)},), {}, "global batch 32 = 8 per replica"),
-        ((iter([]),), {}, "batches as the data gives them, each split over 4"),
+        ((iter([]),), {}, "batch size set by the data, each batch split across 4"),
         ((np.zeros((9, 2)), None, 0), {}, "global batch 32 = 8 per replica"),
-        ((Buckets(),), {}, "batches as the data gives them, each split over 4"),
+        ((Buckets(),), {}, "batch size set by the data, each batch split across 4"),
         (
             (np.zeros((212, 2)),),
             {"steps_per_epoch": 4},
-            "batches as the data gives them, each split over 4",
+            "batch size set by the data, each batch split across 4",
         ),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_data_loader_knows_its_batch():
         (4, 2, {"batch_size": 10}, "10 rows over 4 devices: up to 3 each, 2 micro-batches of 2"),
         (1, 32, {"batch_size": 75}, "75 rows, 3 micro-batches of 25"),
         (1, 32, {"batch_size": 11}, "11 rows, 1 micro-batch of 11"),
-        (1, 1, {}, "batches as the data gives them, in micro-batches of at most 1 row"),
+        (1, 1, {}, "batch size set by the data, in micro-batches of at most 1 row"),
     ],
 )
 def test_the_line_has_the_micro_batches(devices, size, given, said):
@@ -146,7 +146,7 @@ def test_the_line_has_the_state_of_a_device(capsys):
     made = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
     made.compile("adam", "mse")
     lockstep.distribute(made, 2)
-    for end in ("66.6 kB of state each, without slots", "200 kB of state each"):
+    for end in ("66.6 kB of state each, without optimizer slots", "200 kB of state each"):
         made.fit(np.zeros((8, 64)), np.zeros((8, 256)), batch_size=4, verbose=2)
         assert capsys.readouterr().out.splitlines()[0].endswith(f", {end}")
     line = replicated_words(1_200_000_000, True, 24_000_000_000)
@@ -175,16 +175,14 @@ def test_fit_says_what_is_compiled_and_how_long_it_took(capsys, monkeypatch):
             made.compile("sgd", "mse", run_eagerly=number == 4)
         made.fit(np.zeros((8, 2)), np.zeros((8, 1)), batch_size=4, epochs=2, verbose=2)
         said = capsys.readouterr().out.splitlines()
-        after = [line for line in said if "is under way after" in line]
+        after = [line for line in said if "started after" in line]
         told.append((", compiling the training step, " in said[0], len(after)))
     assert told == [(True, 1), (False, 0), (True, 1), (False, 0), (False, 0)]
 
 
 def test_the_wait_for_the_first_step_is_told_in_seconds():
     line = first_step_line("training", "reading its batch", 12.345)
-    assert line == (
-        "lockstep: the first training step is under way after 12.3 s: reading its batch"
-    )
+    assert line == ("lockstep: the first training step started after 12.3 s: reading its batch")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +191,7 @@ def test_the_wait_for_the_first_step_is_told_in_seconds():
         ("RandomZoom", {}, True, ""),
         ("RandomZoom", {"jit_compile": False}, False, ""),
         ("RandomZoom", {"run_eagerly": True}, False, ""),
-        ("RandomCrop", {}, False, ", the step is not compiled, for changes (RandomCrop)"),
+        ("RandomCrop", {}, False, ", the step is not compiled because of changes (RandomCrop)"),
         ("RandomCrop", {"jit_compile": False}, False, ""),
     ],
 )
@@ -246,7 +244,7 @@ def test_waits_for_training_and_validation_say_what_they_wait_for(capsys, monkey
     assert [re.sub(r"[\d.]+ s", "N s", line) for line in told] == [
         f"lockstep: the first {phase} step {what}{work}"
         for phase in ("training", "validation")
-        for what in ("takes more than N s: ", "is under way after N s: ")
+        for what in ("takes more than N s: ", "started after N s: ")
     ]
 
 

@@ -131,7 +131,7 @@ def test_both_forms_of_a_scan_are_read():
 
 @pytest.mark.parametrize("form", [{}, {"ft_in": 3}, {"num_consts": 1}])
 def test_an_unknown_form_of_a_scan_is_an_error_in_words(form):
-    with pytest.raises(UnsupportedFramework, match=f"scan .*JAX {jax.__version__}.*reads"):
+    with pytest.raises(UnsupportedFramework, match=f"scan .*JAX {jax.__version__}, but"):
         jax_compat.scan_counts(scan_with(**form))
 
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_read_is_refused_by_name(name, monkeypatch):
         lambda rows: (jax.ShapeDtypeStruct((rows, 3), "float32"),),
         (4, 2),
     )
-    why = f"cannot be followed with JAX {jax.__version__}"
+    why = f"cannot be analyzed with JAX {jax.__version__}"
     assert str(found.outputs).startswith(f"{name} {why} (test_jax_compat.py:")
 
 

@@ -78,7 +78,7 @@ def test_a_fit_that_takes_no_step_is_refused(keras):
 
     made = Own([keras.Input((3,)), keras.layers.Dense(1)])
     made.compile("sgd", "mse")
-    assert "the fit of Own, which is its own, took none" in refused(made, arrays(8))
+    assert "own fit, which ran no training steps through" in refused(made, arrays(8))
 
 
 def test_rows_per_second_are_of_the_rows_that_were_trained_on(keras):
@@ -215,20 +215,20 @@ def refused(made, data, batch_size=None):
 
 def test_data_that_one_fit_would_use_up_are_refused(keras):
     batches = (arrays(8) for _ in range(50))
-    assert "a generator is used up by one.\nReturn arrays" in refused(model(keras), batches)
+    assert "a generator is used up after one.\nReturn arrays" in refused(model(keras), batches)
     assert len(list(batches)) == 50
 
 
 def test_data_without_a_batch_are_refused(keras):
-    assert "the tuple holds none" in refused(model(keras), arrays(0))
+    assert "the tuple has none" in refused(model(keras), arrays(0))
     assert "the Items holds none" in refused(model(keras), items(keras, 0)[0])
 
 
 def test_a_batch_size_for_a_data_set_is_refused(keras):
     found = refused(model(keras), items(keras, 3)[0], batch_size=8)
     assert found == (
-        "batch_size=8 was given, and the data is a Items, which makes its own batches.\n"
-        "Leave batch_size out."
+        "batch_size=8 was given, but the data are a Items, which makes its own batches.\n"
+        "Remove batch_size."
     )
 
 

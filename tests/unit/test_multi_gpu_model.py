@@ -48,7 +48,7 @@ def test_the_usual_arguments_say_nothing():
 
 
 def test_more_gpus_than_there_are():
-    with pytest.raises(DeviceError, match="devices=16 was asked for, and 8 are here"):
+    with pytest.raises(DeviceError, match="devices=16 was requested, but only 8 are available"):
         multi_gpu_model(model(), gpus=16)
 
 

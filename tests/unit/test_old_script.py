@@ -43,7 +43,7 @@ CALLS = {
         "predict(..., steps=10): by position, it would be batch_size"
     ),
     "keras.Sequential().fit([[1.0]], max_q_size=10)": "PyDataset",
-    "keras.Sequential().evaluate([[1.0]], show_accuracy=True)": 'compile metrics=["accuracy"]',
+    "keras.Sequential().evaluate([[1.0]], show_accuracy=True)": 'pass metrics=["accuracy"]',
     "keras.layers.Dense(output_dim=10)": "units=",
     "keras.layers.Conv2D(nb_filter=3, kernel_size=2)": "filters=",
     "keras.backend.flatten": "keras.ops.reshape(x, (-1,))",

@@ -79,106 +79,107 @@ def not_traceable():
             wide,
             {"memory": "24 parsecs"},
             DeviceError,
-            "memory='24 parsecs' was given, and an amount with its unit was expected.\n"
-            "Write the memory of one device, such as 24GB or 80GiB.",
+            "memory='24 parsecs' was given, but an amount with a unit was expected.\n"
+            "Pass the memory of one device, such as 24GB or 80GiB.",
         ),
         (
             wide,
             {"find_largest_batch": True},
             DeviceError,
-            "The largest batch was asked for, and no GPU for which the step is compiled.\n"
+            "The largest batch was requested, but no GPU to compile the step for.\n"
             'Name one, such as gpu="h100".',
         ),
         (
             wide,
             {"gpu": "h1000"},
             DeviceError,
-            "gpu='h1000' was asked for, and its description is not known.\n"
-            "Known are a100, h100, h200, b200, l4, rtx4090, b300, rtx6000pro, l40s, a6000, a40, "
-            "a10g, rtx3090, t4, v100, p100. For another one",
+            "gpu='h1000' was requested, but this GPU is not known.\n"
+            "Known GPUs: a100, h100, h200, b200, l4, rtx4090, b300, rtx6000pro, l40s, a6000, "
+            "a40, a10g, rtx3090, t4, v100, p100. For a different GPU",
         ),
         (
             wide,
             {"gpu": "TPU v3"},
             DeviceError,
-            "gpu='TPU v3' was asked for, and a step is compiled here for GPUs alone.\n"
-            'For a TPU give the memory of one of its cores, such as memory="16GB".',
+            "gpu='TPU v3' was requested, but plan can compile a step only for GPUs.\n"
+            'For a TPU, pass the memory of one core, such as memory="16GB".',
         ),
         (
             wide,
             {"gpu": "v100", "find_largest_batch": True},
             DeviceError,
-            "The largest batch was asked for, and XLA compiles no step for gpu='v100'.\n"
-            "Leave it out: the peak of one batch size is estimated.",
+            "The largest batch was requested, but XLA cannot compile a step for gpu='v100'.\n"
+            "Remove largest_batch: the peak is then estimated for one batch size.",
         ),
         (
             wide,
             {"devices": (1, 0)},
             DeviceError,
-            "devices=(1, 0) was given, and numbers of devices of at least 1 were expected.\n"
-            "Give a number, or several, such as (1, 2, 4).",
+            "devices=(1, 0) was given, but numbers of devices of at least 1 were expected.\n"
+            "Pass a number, or several, such as (1, 2, 4).",
         ),
         (
             wide,
             {"micro_batch_size": 0},
             DeviceError,
-            "micro_batch_size=0 was given, and a whole number of rows of at least 1 was expected.\n"
-            "Give the most rows that a device is to run at once, such as 32, or leave it out.",
+            "micro_batch_size=0 was given, but a whole number of at least 1 was expected.\n"
+            "Pass the most rows that a device may run at once, such as 32, or remove the "
+            "argument.",
         ),
         (
             wide,
             {"batch_size": 0},
             UnusableData,
-            "batch_size=0 was given, and a whole number of at least 1 was expected.\n"
-            "Leave batch_size out for that of the data.",
+            "batch_size=0 was given, but a whole number of at least 1 was expected.\n"
+            "Remove batch_size to use the batch size of the data.",
         ),
         (
             wide,
             {"data": 2},
             UnusableData,
-            "data=2 was given, and arrays or a data set were expected.\n"
+            "data=2 was given, but arrays or a data set were expected.\n"
             "For numbers of devices, write devices=2.",
         ),
         (
             no_shape,
             {},
             UnusableData,
-            "no_shape returned 'wide' without data, and the model has no input shape.\n"
+            "no_shape returned 'wide' without data, but the model has no input shape.\n"
             "Return (model, data), or begin the model with keras.Input(shape).",
         ),
         (
             no_size,
             {},
             UnusableData,
-            "'tokens' has the shape (None, None, 8), and a plan needs every size.\n"
+            "'tokens' has the shape (None, None, 8), but plan needs every size.\n"
             "Return (model, data) with a batch of the usual size.",
         ),
         (
             not_compiled,
             {},
             UnusableData,
-            "A compiled model was expected, and 'wide' is not compiled.\n"
+            "A compiled model was expected, but 'wide' is not compiled.\n"
             "Call model.compile(optimizer, loss) first: the optimizer needs memory too.",
         ),
         (
             trains,
             {},
             TargetNotFound,
-            "trains trains or runs 'wide', and a plan gives the model no values.\n"
-            "Let it return the compiled model, and call fit elsewhere.",
+            "trains trains or runs 'wide', but in a plan the model has no weights.\n"
+            "Return only the compiled model from it, and call fit elsewhere.",
         ),
         (
             distributes,
             {},
             UnusableData,
-            "distributes distributes 'wide', and a plan needs the model on one device.\n"
-            "Return it before lockstep.distribute.",
+            "distributes distributes 'wide', but plan needs the model on one device.\n"
+            "Return the model without calling lockstep.distribute.",
         ),
         (
             returns_history,
             {},
             TargetNotFound,
-            "returns_history returned a dict, and a compiled model was expected.\n"
+            "returns_history returned a dict, but a compiled model was expected.\n"
             "Return the model, or (model, data).",
         ),
         (
@@ -186,13 +187,13 @@ def not_traceable():
             {},
             UnusableData,
             "'wide' is not built, and Keras cannot build it from the shapes of a batch.\n"
-            "Build it in not_traceable: give it an Input, or call model.build(shape).",
+            "Build it in not_traceable: add an Input, or call model.build(shape).",
         ),
         (
             "nowhere.py:build",
             {},
             TargetNotFound,
-            "'nowhere.py' was asked for, and there is no file nowhere.py.",
+            "'nowhere.py' was requested, but there is no file nowhere.py.",
         ),
     ],
 )
@@ -215,7 +216,7 @@ def test_a_model_that_is_there_has_the_plan_of_its_function_and_keeps_its_values
     assert all(map(np.array_equal, model.get_weights(), before))
     assert np.isfinite(model.fit(x, y, verbose=0).history["loss"]).all()
     alone = lockstep.plan(wide(), devices=2)
-    assert "wide was given no data: the batch is that of the inputs, " in str(alone.notes)
+    assert "wide was given no data: the batch is counted from the inputs," in str(alone.notes)
 
 
 def test_what_cannot_be_planned_of_a_model_that_is_there():
@@ -223,10 +224,11 @@ def test_what_cannot_be_planned_of_a_model_that_is_there():
     with pytest.raises(UnusableData) as said:
         lockstep.plan(model, mixed_precision=True)
     assert str(said.value) == (
-        "mixed_precision=True was given, and 'wide' is there, of the policy 'float32'.\n"
-        "Give a function that builds it: a plan calls it under both policies."
+        "mixed_precision=True was given, but 'wide' is already built with the policy "
+        "'float32'.\n"
+        "Pass a function that builds the model: plan calls it under both policies."
     )
-    with pytest.raises(UnusableData, match="'wide' is distributed, and a plan needs the model on"):
+    with pytest.raises(UnusableData, match="'wide' is distributed, but plan needs the model on"):
         lockstep.plan(lockstep.distribute(model, 1))
 
 
@@ -237,7 +239,7 @@ def test_the_verdict_of_a_plan_names_the_layouts_that_fit():
     assert lockstep.plan(wide, devices=2).verdict == ""
     least = min(found.layouts, key=lambda each: each.peak)
     small = lockstep.plan(wide, devices=(1, 2), batch_size=4, memory="1kB")
-    said = f"No layout fits 1.00 kB: the least is {amount(least.peak)}, of {least.name}."
+    said = f"No layout fits 1.00 kB: the smallest needs {amount(least.peak)} ({least.name})."
     assert small.verdict == said
     assert said in shown(small)
 
@@ -245,7 +247,10 @@ def test_the_verdict_of_a_plan_names_the_layouts_that_fit():
 def test_a_model_without_data_has_the_batch_of_its_inputs():
     found = lockstep.plan(wide, devices=1, batch_size=8)
     assert found.layouts[0].batch == 8 * 512 * 4
-    assert "wide returns no data: the batch is that of the inputs, without targets." in found.notes
+    assert (
+        "wide returns no data: the batch is counted from the inputs, without targets."
+        in found.notes
+    )
 
 
 def test_a_batch_of_one_row_has_a_peak():
@@ -275,7 +280,7 @@ def test_the_report_says_what_the_memory_means(monkeypatch):
     whole, replicated, sharded = found.layouts
     assert whole.weights == replicated.weights == 4 * 513 * 512
     assert sharded.weights == 4 * (512 * 512 // 4 + 512)
-    assert found.verdict_of(whole) == f"about {amount(whole.peak - 3_500_000)} too much"
+    assert found.verdict_of(whole) == f"about {amount(whole.peak - 3_500_000)} over"
     assert found.verdict_of(sharded) == f"about {amount(3_500_000 - sharded.peak)} left"
     unknown = replace(found, layouts=(replace(whole, temporaries=None),))
     assert unknown.verdict_of(unknown.layouts[0]) == "no room for all gradients"
@@ -287,7 +292,7 @@ def test_the_report_says_what_the_memory_means(monkeypatch):
     assert words[0] == f"may not fit: {amount(compiled.memory - whole.peak)} left"
     assert words[2] == f"fits: {amount(compiled.memory - sharded.peak)} left"
     compiled = replace(compiled, memory=whole.peak - 1000)
-    assert compiled.verdict_of(whole) == "does not fit: 1.00 kB too much"
+    assert compiled.verdict_of(whole) == "does not fit: 1.00 kB over"
     smaller = lockstep.plan(wide, devices=1, memory="3MB")
     assert smaller.verdict_of(smaller.layouts[0]) == "state alone does not fit"
     assert lockstep.plan(wide, devices=1).verdict_of(whole) == ""
@@ -317,7 +322,10 @@ def test_weights_that_training_gathers_again_are_not_counted_as_kept(monkeypatch
     assert found.verdict_of(again) == f"about {amount(small - again.peak)} left"
     console = Console(width=200, file=io.StringIO())
     found.show(console)
-    assert "and not kept: the weights of 4 sharded." in console.file.getvalue()
+    assert (
+        "The weights of 4 sharded are gathered again for the backward pass."
+        in console.file.getvalue()
+    )
     assert "together" not in console.file.getvalue()  # one figure to compare with the memory
     monkeypatch.setenv("LOCKSTEP_GATHER_AGAIN", "0")
     said_to_keep = lockstep.plan(deep, devices=4, batch_size=4, memory=small).layouts[1]
@@ -348,7 +356,9 @@ def crops():
 
 def test_layers_that_keep_a_step_from_being_compiled_are_named():
     notes = lockstep.plan(crops, devices=1).notes
-    assert "On JAX the step is not compiled, for cut (RandomCrop): it may need more." in notes
+    assert (
+        "On JAX the step is not compiled because of cut (RandomCrop): it may need more memory."
+    ) in notes
 
 
 def runs_eagerly():
@@ -390,7 +400,7 @@ def test_a_step_for_another_backend_is_not_tried_on_jax():
     assert [each.temporaries for each in found] == [None]
     assert notes[1] == (
         "The step could not be traced without data. UnusableData: 'mine' has a train_step for "
-        "torch, and JAX alone traces activations."
+        "torch, but activations can be traced only on JAX."
     )
 
 
@@ -424,7 +434,7 @@ def test_a_gpu_that_is_too_old_to_compile_for_is_estimated():
     assert (found.gpu, found.memory) == (None, 17_066_885_120)
     assert found.notes[-2:] == (
         "Tesla P100-SXM2-16GB has no bfloat16: use float16.",
-        "XLA compiles no step for it today: the peak is an estimate.",
+        "XLA cannot compile a step for it yet: the peak is an estimate.",
     )
 
 
@@ -497,7 +507,7 @@ def test_the_slots_of_other_optimizers_are_named():
         return model
 
     notes = lockstep.plan(build, devices=1).notes
-    assert "The slots of critic are not counted: a step makes them." in notes
+    assert "The slots of critic are not counted, because they are created in a step." in notes
 
 
 def test_amounts():
@@ -540,12 +550,16 @@ def test_the_command_prints_a_table_or_json(tmp_path):
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["--devices", "two"], 2, "--devices=two was asked for; write numbers of devices, such"),
-        (["--largest-batch"], 2, "--gpu was not given. Add one, such as --gpu h100."),
+        (
+            ["--devices", "two"],
+            2,
+            ("--devices=two is not a list of numbers. Write numbers of devices, such"),
+        ),
+        (["--largest-batch"], 2, "--gpu was not given. Add it, for example --gpu h100."),
         (
             ["--memory", "big"],
             1,
-            "DeviceError: memory='big' was given, and an amount with its unit",
+            "DeviceError: memory='big' was given, but an amount with a unit",
         ),
     ],
 )
@@ -644,7 +658,7 @@ def test_the_micro_batch_that_fits_is_found_and_a_plan_with_it_agrees():
         "one more forward pass)."
     )
     assert "1,024 rows" in said[4]
-    assert "runs 1024 at once" in shown(fits).splitlines()[0]
+    assert "in micro-batches of 1024 per device" in shown(fits).splitlines()[0]
     smaller = lockstep.plan(
         eight_layers, devices=1, batch_size=4096, memory=peaks[512][0], micro_batch_size=1024
     )
@@ -683,12 +697,12 @@ def test_a_model_that_cannot_have_parts_says_why():
     found = lockstep.plan(build, devices=1, batch_size=4096, memory=peak - 1)
     assert found.layouts[0].largest_micro_batch is None
     assert found.notes[-1].startswith(
-        "No smaller micro-batch can be planned: 'norm' (BatchNormalization) needs the rows of the "
-        "whole batch at once"
+        "No smaller micro-batch can be planned: 'norm' (BatchNormalization) needs all rows of "
+        "the batch at once"
     )
     found = lockstep.plan(build, devices=1, batch_size=4096, micro_batch_size=64)
     assert found.layouts[0].peak is None
-    assert "'norm' (BatchNormalization) needs the rows" in found.notes[2]
+    assert "'norm' (BatchNormalization) needs all rows" in found.notes[2]
 
 
 def test_what_to_try_is_said_if_no_layout_fits():
@@ -697,6 +711,8 @@ def test_what_to_try_is_said_if_no_layout_fits():
 
     least = min(each.peak for each in lockstep.plan(wide, devices=(1, 2)).layouts)
     said = told(least - 1)
-    assert f"No layout fits {amount(least - 1)}: the least is {amount(least)}, of 2 sharded" in said
+    assert (
+        f"No layout fits {amount(least - 1)}: the smallest needs {amount(least)} (2 sharded" in said
+    )
     assert "Try more devices, a smaller batch, or mixed precision." in said
     assert "No layout fits" not in told(least)

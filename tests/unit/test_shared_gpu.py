@@ -47,10 +47,15 @@ def test_a_fraction_of_the_user_stays(one_gpu):
             2,
             1,
             LaunchError,
-            "--processes=2 was asked for, and LOCKSTEP_SHARE_GPU=3 makes 3 devices",
+            "--processes=2 was requested, but LOCKSTEP_SHARE_GPU=3 makes 3 devices",
         ),
-        (3, 2, DeviceError, "makes 3 devices of one GPU, and 2 GPUs are here.\nSet CUDA_VISIBLE"),
-        (3, 0, DeviceError, "and 0 GPUs are here.\nTo rehearse on virtual CPU devices, set"),
+        (
+            3,
+            2,
+            DeviceError,
+            ("makes 3 devices out of one GPU, but 2 GPUs are visible.\nSet CUDA_VISIBLE"),
+        ),
+        (3, 0, DeviceError, "but 0 GPUs are visible.\nTo rehearse on virtual CPU devices, set"),
     ],
 )
 def test_other_numbers_of_processes_or_gpus_are_refused(processes, gpus, kind, said, tmp_path):
@@ -65,7 +70,7 @@ def test_other_numbers_of_processes_or_gpus_are_refused(processes, gpus, kind, s
 def test_a_tpu_is_not_known_to_be_several_devices():
     with pytest.raises(DeviceError) as caught:
         shared_gpu.check_one_gpu(2, 0, tpus=8)
-    assert "the devices here are TPUs" in str(caught.value)
+    assert "the devices are TPUs" in str(caught.value)
     assert "to train on 8 TPUs, or set LOCKSTEP_REHEARSE=2" in str(caught.value)
 
 
@@ -83,8 +88,8 @@ def test_a_number_of_shares_is_a_whole_number(value):
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        (None, "no NCCL was found, of which 2.30 is needed"),
-        ((2, 27, 3), "NCCL 2.27.3 is here, and 2.30 is needed"),
+        (None, "NCCL was not found, and version 2.30 or later is needed"),
+        ((2, 27, 3), "NCCL 2.27.3 is installed, but 2.30 or later is needed"),
     ],
 )
 def test_an_nccl_that_cannot_share_is_refused(version, said):

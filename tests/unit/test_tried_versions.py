@@ -21,8 +21,8 @@ def test_of_a_version_that_was_tried_nothing_is_said(version):
 @pytest.mark.parametrize("version", ["0.12.1", "0.12.0.2", "0.13.0.dev20261201", "1.0"])
 def test_a_newer_one_is_named_with_the_newest_that_was_tried(version):
     assert untried("jax", version) == (
-        f"jax {version} is newer than any that lockstep was tried with ({TRIED['jax'].newest}); "
-        "lockstep verify checks your model"
+        f"jax {version} is newer than the versions lockstep was tested with (up to "
+        f"{TRIED['jax'].newest}); lockstep verify checks your model"
     )
 
 
@@ -37,7 +37,7 @@ def test_an_older_one_is_refused_with_the_command_that_mends_it(framework, versi
     with pytest.raises(UnsupportedFramework) as raised:
         check_oldest(framework, version)
     first, _, last = str(raised.value).splitlines()
-    assert first == f"{framework} {version} is installed, and lockstep needs {framework}>={oldest}:"
+    assert first == f"{framework} {version} is installed, but lockstep needs {framework}>={oldest}:"
     assert last == f'Run pip install --upgrade "{framework}>={oldest}"'
 
 
@@ -71,6 +71,6 @@ def test_the_first_distribute_prints_the_line_and_a_second_does_not(monkeypatch,
 def test_doctor_says_it_too():
     devices = (("cpu:0", "cpu"), ("cpu:1", "cpu"))
     found = Findings("jax", "the default", {"jax": "98.0", "jaxlib": "98.0"}, devices)
-    assert found.advice() == f"Nothing has to change.\n{untried('jax', '98.0')}"
+    assert found.advice() == f"Nothing to change.\n{untried('jax', '98.0')}"
     known = Findings("jax", "the default", {"jax": "0.10.2"}, devices)
-    assert known.advice() == "Nothing has to change."
+    assert known.advice() == "Nothing to change."

@@ -64,8 +64,8 @@ def test_what_float64_shows_to_be_rounding_is_said_to_be_rounding():
     assert any(name.endswith("zero/bias") for name in beyond)
     assert "loss" not in beyond
     assert found.rounding == max(beyond.values()) > 1e-5
-    assert "4 devices give what one device gives: in float64 to 1e-10." in str(found)
-    assert f"up to {found.rounding:.1e} apart, which is rounding." in str(found)
+    assert "4 devices give the same results as one device: in float64 to 1e-10." in str(found)
+    assert f"by up to {found.rounding:.1e}, which is rounding." in str(found)
 
 
 class Pulls(layers.Layer):
@@ -106,10 +106,10 @@ def test_variables_without_a_gradient_are_named_apart_and_faults_are_not(fault, 
     assert found.equal, found.cause
     assert found.zero_gradients == ("sequential/lost/beta",)
     assert "sequential/kept/moving_mean" in found.behind_zero_gradients
-    assert "in each step from the same weights, but for 1 variable whose gradient" in str(found)
+    assert "in each step from the same weights, except for 1 variable whose gradient" in str(found)
     console = Console(file=io.StringIO(), width=200)
     found.show(console)
-    assert "gradient is zero up to rounding, and the optimizer" in console.file.getvalue()
+    assert "gradient that is zero up to rounding, and the optimizer" in console.file.getvalue()
 
 
 def test_a_module_of_two_names_is_sent_by_value_once(monkeypatch, tmp_path):
@@ -175,11 +175,18 @@ def test_a_model_that_no_other_process_can_have():
     before = snapshot(made)
     found = lockstep.verify(made, data(), devices=4, batch_size=10)
     assert (found.verdict, found.first_step, found.rounding) == ("cannot tell", None, None)
-    assert "it cannot be sent to another process (cannot pickle '_thread.lock'" in found.cause
-    assert found.cause.startswith("Beyond float32 it cannot: at most ")
-    assert "times what one device differs from itself by another order of rows: for" in found.cause
-    assert found.cause.endswith("--float64 builds the model in float64, and tells.")
-    assert "give what one device gives" not in str(found)
+    assert (
+        "comparison, the model cannot be sent to another process (cannot pickle '_thread.lock'"
+    ) in found.cause
+    assert found.cause.startswith(
+        "A higher precision than float32 is not possible: the largest difference is"
+    )
+    assert (
+        "times as much as one device differs from itself if the order of rows changes: for"
+        in found.cause
+    )
+    assert found.cause.endswith("--float64 builds the model in float64, and can decide.")
+    assert "give the same results as one device" not in str(found)
     assert set(distances(before, snapshot(made)).values()) == {0.0}
 
 
@@ -240,7 +247,7 @@ def test_a_fault_that_another_process_does_not_have_is_not_called_rounding(monke
     monkeypatch.setattr(DeviceReader, "model", made)
     found = lockstep.verify(made, data(), devices=4, steps=3)
     assert (found.verdict, found.rounding) == ("cannot tell", None)
-    assert "culprit' are more than a tenth apart, which is no rounding" in found.cause
+    assert "culprit' differ by more than 0.1, which is not rounding" in found.cause
 
 
 def test_a_loss_by_the_place_of_rows():
@@ -263,7 +270,7 @@ def test_where_rounding_explodes_nothing_is_called_equal(capsys):
     found = lockstep.verify(made, data(), devices=4, steps=5)
     assert not found.equal
     found.show(Console())
-    assert "give what one device gives" not in capsys.readouterr().out
+    assert "give the same results as one device" not in capsys.readouterr().out
 
 
 # -------------------------------------------------------------------- nothing to compare
@@ -277,7 +284,7 @@ def out_of_range(y, guess):
 @pytest.mark.parametrize(
     ("optimizer", "loss", "trained", "said"),
     [
-        (keras.optimizers.SGD(0.0), "mse", True, "No weight moved in 3 steps on one device"),
+        (keras.optimizers.SGD(0.0), "mse", True, "No weight changed in 3 steps on one device"),
         ("sgd", out_of_range, True, "The usual causes: labels out of range, a learning rate"),
         ("sgd", "mse", False, "The model has no trainable weight"),
     ],
@@ -297,7 +304,8 @@ def test_weights_that_do_not_move_are_named():
     assert found.equal
     first = made.layers[0]
     assert found.notes == (
-        f"Not trained, as on one device they did not move: {first.kernel.path}, {first.bias.path}.",
+        "These weights did not change on one device, so they are not tested: "
+        f"{first.kernel.path}, {first.bias.path}.",
     )
 
 
@@ -478,7 +486,7 @@ def test_a_data_set_whose_error_says_nothing_is_refused_in_words():
         def __getitem__(self, number):
             raise ValueError
 
-    with pytest.raises(UnusableData, match="of this Empty Keras says: ValueError\n"):
+    with pytest.raises(UnusableData, match="does not accept this Empty: ValueError\n"):
         first_batches(Empty(), 1, None)
 
 
@@ -507,11 +515,11 @@ def test_sample_weights_count():
 @pytest.mark.parametrize(
     ("bad", "text"),
     [
-        (lambda x, y: (x, y[:-1]), "one number of rows"),
-        (lambda x, y: iter([]), "holds none"),
-        (lambda x, y: 3, "is a int"),
-        (lambda x, y: (x, y, y, y), "has 4 parts"),
-        (lambda x, y: (scipy.sparse.csr_matrix(x), y), "this is a csr_matrix"),
+        (lambda x, y: (x, y[:-1]), "the same number of rows"),
+        (lambda x, y: iter([]), "has none"),
+        (lambda x, y: 3, "got a int"),
+        (lambda x, y: (x, y, y, y), "got 4 parts"),
+        (lambda x, y: (scipy.sparse.csr_matrix(x), y), "but got a csr_matrix"),
     ],
 )
 def test_data_that_cannot_be_used(bad, text):
@@ -523,7 +531,7 @@ def test_numbers_that_are_none():
     for wrong in (0, -3, 2.5, True):  # 0 was taken for 32
         with pytest.raises(UnusableData, match=re.escape(f"batch_size={wrong!r} was given")):
             lockstep.verify(with_layer(), data(), devices=2, batch_size=wrong)
-        with pytest.raises(UnusableData, match=re.escape(f"steps={wrong} was asked for")):
+        with pytest.raises(UnusableData, match=re.escape(f"steps={wrong} was requested")):
             lockstep.verify(with_layer(), data(), devices=2, steps=wrong)
     numbers = {"steps": np.int64(1), "batch_size": np.int32(7)}
     assert lockstep.verify(with_layer(), data(), devices=2, **numbers).rows == (7, 7)
@@ -560,7 +568,7 @@ def test_the_report_as_a_table(verified, capsys):
     verified[0].show(Console())
     said = capsys.readouterr().out
     assert "3 steps of 32 rows, on one device and on 2" in said
-    assert "2 devices give what one device gives." in said
+    assert "2 devices give the same results as one device." in said
 
 
 SCRIPT = """
@@ -649,23 +657,23 @@ def test_the_help_tells_the_exit_status():
 def test_the_command_on_a_backend_that_there_is_not():
     asked = CliRunner().invoke(main, ["devices"], env={"KERAS_BACKEND": "nonsense"})
     assert asked.exit_code == 1
-    assert "KERAS_BACKEND='nonsense' was set, and Keras has jax, tensorflow" in asked.output
+    assert "KERAS_BACKEND='nonsense' is set, but Keras only has jax, tensorflow" in asked.output
 
 
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        ("train.py:swapped", TargetNotFound, "returned (data, model), and (model, data) was"),
+        ("train.py:swapped", TargetNotFound, "returned (data, model), but (model, data) was"),
         ("train.py:of", TargetNotFound, "of needs arguments: missing a required argument"),
-        (".train:build", TargetNotFound, "a module's name begins with no dot"),
+        (".train:build", TargetNotFound, "a module name cannot begin with a dot"),
         (
             "train.py:another_backend",
             UnsupportedBackend,
-            "tensorflow, and Keras had started on jax",
+            "tensorflow, but Keras had already started on jax",
         ),
-        ("train.py:ends", TargetNotFound, "ended Python (with 0) before it gave what was"),
-        ("script.py:build", TargetNotFound, "script.py ended Python (with None) before"),
-        ("script:build", TargetNotFound, "script ended Python (with None) before"),
+        ("train.py:ends", TargetNotFound, "exited Python (with 0) before the function could be"),
+        ("script.py:build", TargetNotFound, "script.py exited Python (with None) before"),
+        ("script:build", TargetNotFound, "script exited Python (with None) before"),
     ],
 )
 def test_targets_that_are_refused(tmp_path, monkeypatch, name, error, said):
@@ -831,7 +839,7 @@ def test_a_cast_of_the_framework_bounds_what_float64_can_say(tmp_path):
     assert (code, found["verdict"], found["lowered"]) == (0, "equal", "float32"), found
     assert min(d["bound"] for d in found["differences"]) == 1e-5
     assert found["notes"] == [
-        "The code of the model casts values of float64 to float32: the bound is that of float32."
+        "The code of the model casts float64 values to float32, so the float32 bound applies."
     ]
 
 
@@ -839,9 +847,9 @@ def test_a_cast_to_half_precision_leaves_the_answer_open(tmp_path):
     code, found = command(tmp_path, "to_bfloat16", "--float64")
     assert (code, found["verdict"], found["first_step"]) == (3, "cannot tell", None), found
     assert re.fullmatch(
-        r"Beyond bfloat16 it cannot: at most \S+ apart \(\S+\), which is [\d.]+ times what one "
-        r"device differs from itself by another order of rows. Without the casts to bfloat16 in "
-        r"the code of the model, float64 decides.",
+        r"A higher precision than bfloat16 is not possible: the largest difference is \S+ \(\S+\), "
+        r"[\d.]+ times as much as one device differs from itself if the order of rows changes. "
+        r"Without the casts to bfloat16 in the code of the model, float64 decides.",
         found["cause"],
     ), found["cause"]
 

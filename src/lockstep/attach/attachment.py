@@ -243,8 +243,8 @@ def attach(engine: Engine, model: Any, layout: Layout) -> None:
     several = process_group.several()
     if isinstance(layout, Branches) and several:
         raise UnsupportedBackend(
-            f"{model.name!r} was to have layers on several devices, and there are several "
-            "processes,\nwhere every device runs all layers. Start one process."
+            f"{model.name!r} has branches on different devices, which works only in one "
+            "process, but several processes are running.\nStart one process."
         )
     size = layout.micro_batch_size
     if size is not None and engine.name not in micro_batches.BACKENDS:
@@ -327,8 +327,8 @@ def _check_instance(model: Any, standing: Methods) -> None:
     for name in (kind.function for kind in KINDS):
         if _is_foreign(attributes.get(name)):
             raise UnsupportedModel(
-                f"{model.name!r} was given a {name}, and lockstep has to make its own to run the "
-                "step on several devices.\n"
+                f"{model.name!r} already has a custom {name}, but lockstep must create this "
+                "function to run the step on several devices.\n"
                 f"Set model.{name} = None first, or override {name.replace('function', 'step')}."
             )
 

@@ -41,12 +41,13 @@ def check_shared(attachment: Any, variable: Any) -> None:
             rule = "A variable has one layout. Give both models the same devices, or call"
             if other.layout == attachment.layout:
                 rule = (
-                    "Its shards are those of one model. Keep the state of both replicated, or call"
+                    "A sharded variable can belong to only one model. Keep the state of both "
+                    "models replicated, or call"
                 )
             raise LayoutConflict(
-                f"{model.name!r} was asked onto {_where(attachment)}, and its "
+                f"{model.name!r} cannot be distributed to {_where(attachment)}, because its "
                 f"variable {variable.path!r} is shared with {other.model.name!r} on "
-                f"{_where(other)}.\n{rule}\nlockstep.release on the other one first."
+                f"{_where(other)}.\n{rule}\nlockstep.release on the other model first."
             )
 
 

@@ -50,7 +50,7 @@ def note_of(engine: Engine, session: Session, name: str, given: Given) -> str:
     rows = batch_size_of(given) if "on_batch" not in name else None
     tries = ["batches of fewer rows" if rows is None else f"batch_size={max(1, rows // 2)}"]
     if engine.name in BACKENDS and (size := _micro_batch(session, rows)):
-        tries.insert(0, f"micro_batch_size={size} in distribute, which keeps the numbers")
+        tries.insert(0, f"micro_batch_size={size} in distribute, with the same results")
     if sharded is not None and sharded.held < held.held:
         tries.append(f'state="sharded" in distribute (then {amount(sharded.held)} each)')
     tries.append("more devices")

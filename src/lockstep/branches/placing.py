@@ -68,10 +68,9 @@ def on(device: str | int) -> Iterator[None]:
         yield
     if not calls:
         raise UnsupportedModel(
-            f"lockstep.on({device!r}) contains no call of a layer on symbolic inputs, as a "
-            "functional model is made.\n"
-            "For a Sequential or subclassed model, call lockstep.place(model, "
-            f'{{"layer_name": {name!r}}}).'
+            f"lockstep.on({device!r}) contains no call of a layer on symbolic inputs. It is for "
+            "building functional models.\nFor a Sequential or subclassed model, call "
+            f'lockstep.place(model, {{"layer_name": {name!r}}}).'
         )
 
 
@@ -107,16 +106,16 @@ def place(model: Model, layers: Mapping[str, str | int] | None = None) -> Model:
     check_model(model)
     if not (layers is None or isinstance(layers, Mapping)):
         raise DeviceError(
-            f"layers={shown(layers)} was given, and devices by name of layer were expected.\n"
-            'Give a dict, as in lockstep.place(model, {"dense_*": "gpu:1"}).'
+            f"layers={shown(layers)} was given, but a dict of layer names and devices was "
+            'expected.\nPass one, as in lockstep.place(model, {"dense_*": "gpu:1"}).'
         )
     from lockstep.core.layout import marked
 
     chosen = _known(model) | _choose(model, layers or {})
     if not chosen and not marked(model):
         raise UnsupportedModel(
-            f"No layer of {_name(model)} was given a device.\n"
-            'Name layers, as in lockstep.place(model, {"dense_*": "gpu:1"}).'
+            f"No device was given for any layer of {_name(model)}.\n"
+            'Name the layers, as in lockstep.place(model, {"dense_*": "gpu:1"}).'
         )
     _place(model, chosen)
     return model
@@ -285,13 +284,13 @@ def _choose(model: Any, layers: Mapping[str, str | int]) -> dict[str, str]:
         if not matched:
             close = difflib.get_close_matches(str(pattern), paths, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"Its layers: {_listed(paths)}."
-            raise UnsupportedModel(f"{pattern!r} names no layer of {_name(model)}.\n{hint}")
+            raise UnsupportedModel(f"{pattern!r} matches no layer of {_name(model)}.\n{hint}")
         for path in matched:
             other, there = found.setdefault(path, (pattern, name))
             if there != name:
                 raise UnsupportedModel(
                     f"Layer {path!r} was given two devices: {there} by {other!r}, and {name} by "
-                    f"{pattern!r}.\nName it once."
+                    f"{pattern!r}.\nName each layer only once."
                 )
     return {path: device for path, (_, device) in found.items()}
 
@@ -323,7 +322,7 @@ def _one_device(device: str | int) -> str:
     names = parse_devices(asked, current_engine().devices())
     if len(names) != 1:
         raise DeviceError(
-            f"{shown(device)} names {len(names)} devices, and a layer runs on one.\n"
-            "Name one, such as 'gpu:1'."
+            f"{shown(device)} names {len(names)} devices, but a layer runs on only one.\n"
+            "Name one device, such as 'gpu:1'."
         )
     return names[0]

@@ -91,7 +91,7 @@ def read_arrays(path: Path, entries: list[Entry], checks: list[int]) -> dict[str
         with path.open("rb") as file:
             header = _header(entries)
             if file.read(len(header)) != header:
-                raise DamagedCheckpoint(f"{path}: the header is not the one that was written.")
+                raise DamagedCheckpoint(f"{path}: the header has changed since it was written.")
             for entry, check in zip(entries, checks, strict=True):
                 found[entry.name] = _read(file, path, entry, check)
     except OSError as error:
@@ -104,11 +104,11 @@ def _read(file: BinaryIO, path: Path, entry: Entry, check: int) -> np.ndarray:
     found = 0
     for piece in _pieces(array):
         if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
-            raise DamagedCheckpoint(f"{path} is cut short in {entry.name!r}.")
+            raise DamagedCheckpoint(f"{path} is truncated in {entry.name!r}.")
         found = zlib.crc32(piece, found)
     if found != check:
         raise DamagedCheckpoint(
-            f"{path}: {entry.name!r} has the checksum {found:08x}, and {check:08x} was written."
+            f"{path}: the checksum of {entry.name!r} is {found:08x}, but {check:08x} was written."
         )
     return array
 

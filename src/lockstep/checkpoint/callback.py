@@ -88,16 +88,17 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has n
         backend = keras.backend.backend()
         if backend not in ("jax", "tensorflow", "torch"):
             raise UnsupportedBackend(
-                f"lockstep.Checkpoint was given on {backend!r}, and it needs 'jax', 'tensorflow' "
-                "or 'torch'.\nSet KERAS_BACKEND=jax before Keras is imported, or use "
-                "keras.callbacks.BackupAndRestore."
+                f"lockstep.Checkpoint does not work on {backend!r}; it needs 'jax', "
+                "'tensorflow' or 'torch'.\nSet KERAS_BACKEND=jax before Keras is imported, or "
+                "use keras.callbacks.BackupAndRestore."
             )
         if self._run is None:
             raise UnsupportedModel(
-                "lockstep.Checkpoint needs lockstep's training loop, and another loop runs: "
-                "the model is not\ndistributed, or its fit does not call Keras's fit. Call "
-                "lockstep.distribute(model, devices=1) first; one device is enough.\nIn a loop of "
-                "your own, call super().fit, or use keras.callbacks.BackupAndRestore."
+                "lockstep.Checkpoint works only in lockstep's training loop. Either the model "
+                "is not distributed, or its fit\ndoes not call Keras's fit. Call "
+                "lockstep.distribute(model, devices=1) first; one device is enough.\nIf the "
+                "class overrides fit, call super().fit in it, or use "
+                "keras.callbacks.BackupAndRestore."
             )
 
         self._run.prints = bool((self.params or {}).get("verbose"))
@@ -165,16 +166,16 @@ def _check(given: Any, callbacks: list[Any]) -> None:
     checkpoints = [each for each in callbacks if isinstance(each, Checkpoint)]
     if isinstance(given, keras.callbacks.CallbackList):
         raise CheckpointError(
-            "lockstep.Checkpoint was given in a keras.callbacks.CallbackList, which would not tell "
-            "it all it has\nto know. Give fit a plain list of callbacks."
+            "lockstep.Checkpoint was passed in a keras.callbacks.CallbackList, which hides "
+            "events that\nit needs. Pass a plain list of callbacks to fit."
         )
     if len(checkpoints) > 1:
         raise CheckpointError(
-            f"{len(checkpoints)} checkpoints were given to one fit, and a run is resumed from "
-            "one.\nLeave the others out."
+            f"{len(checkpoints)} Checkpoint callbacks were passed to one fit, but a run can "
+            "resume from only one.\nRemove the others."
         )
     if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
         raise CheckpointError(
-            "BackupAndRestore and lockstep.Checkpoint were given to one fit, and both would "
-            "resume it.\nLeave BackupAndRestore out."
+            "BackupAndRestore and lockstep.Checkpoint were passed to one fit, but only one of "
+            "them can resume it.\nRemove BackupAndRestore."
         )

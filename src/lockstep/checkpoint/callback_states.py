@@ -48,10 +48,13 @@ def put_states(callbacks: list[Any], states: list[dict[str, Any]]) -> list[str]:
     for callback, state in zip(callbacks, written, strict=True):
         if state is None:
             name = _said(type(callback).__name__, _which(callback))
-            words.append(f"{name} is new, and begins anew")
+            words.append(f"{name} is not in the checkpoint, and starts from its initial state")
         else:
             words += _put(callback, state)
-    return words + [f"{_said(each['class'], each.get('which', {}))} is gone" for each in left]
+    return words + [
+        (f"{_said(each['class'], each.get('which', {}))} is in the checkpoint, but not in this fit")
+        for each in left
+    ]
 
 
 def _matched(callbacks: list[Any], states: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
@@ -81,11 +84,16 @@ def _put(callback: Any, written: dict[str, Any]) -> list[str]:
         callback.set_state(written["state"])
         return []
     if written["state"] is None:
-        return [f"{name} has no get_state and set_state, and begins anew"]
+        return [f"{name} has no get_state and set_state, and starts from its initial state"]
     _put_keras_state(callback, written["state"])
     if not _has_hooks_of_its_own(callback):
         return []
-    return [f"{name} has no get_state and set_state, and what it adds to Keras's class begins anew"]
+    return [
+        (
+            f"{name} has no get_state and set_state, so only the state of its Keras base class is "
+            "restored"
+        )
+    ]
 
 
 def _which(callback: Any) -> dict[str, str]:
@@ -119,9 +127,9 @@ def less_is_better(model: Any, monitor: str, mode: str) -> bool:
         set_monitor_op(asked)
     except ValueError:
         raise CheckpointError(
-            f'lockstep.Checkpoint(monitor={monitor!r}) was given with mode="auto", and none of the '
-            "metrics of the model\nsays whether less or more of it is better. Say "
-            'mode="min" or mode="max".'
+            f'lockstep.Checkpoint(monitor={monitor!r}) has mode="auto", but no metric of the '
+            "model tells\n"
+            'whether a lower or a higher value is better. Set mode="min" or mode="max".'
         ) from None
     return bool(asked.monitor_op is keras.ops.less)
 

@@ -67,31 +67,31 @@ class Settings:
         steps, seconds, keep, monitor = given.steps, given.seconds, given.keep, given.monitor
         wrong = None
         if not isinstance(given.every, str) or given.every != "epoch":
-            said = f"every={shown(given.every)} was asked for"
+            said = f"every={shown(given.every)} was requested"
             wrong = said, 'every="epoch", steps=500 or seconds=600'
         elif steps is not None and seconds is not None:
-            wrong = f"steps={steps} and seconds={seconds} were asked for", "one of the two"
+            wrong = f"steps={steps} and seconds={seconds} were requested", "one of the two"
         elif steps is not None and not _number(steps, operator.index) >= 1:
-            wrong = f"steps={shown(steps)} was asked for", "a whole number of at least 1"
+            wrong = f"steps={shown(steps)} was requested", "a whole number of at least 1"
         elif seconds is not None and not _number(seconds, float) > 0:
-            wrong = f"seconds={shown(seconds)} was asked for", "a number above 0"
+            wrong = f"seconds={shown(seconds)} was requested", "a number above 0"
         elif not _number(keep, operator.index) >= 1:
-            wrong = f"keep={shown(keep)} was asked for", "a whole number of at least 1"
+            wrong = f"keep={shown(keep)} was requested", "a whole number of at least 1"
         elif not (monitor is None or isinstance(monitor, str)):
-            said = f"monitor={shown(monitor)} was asked for"
+            said = f"monitor={shown(monitor)} was requested"
             wrong = said, 'the name of a log, such as "val_loss"'
         elif not isinstance(given.mode, str) or given.mode not in ("auto", "min", "max"):
-            wrong = f"mode={shown(given.mode)} was asked for", '"auto", "min" or "max"'
+            wrong = f"mode={shown(given.mode)} was requested", '"auto", "min" or "max"'
         elif not isinstance(given.learning_rate, str) or given.learning_rate not in (
             "run",
             "compile",
         ):
             wrong = (
-                f"learning_rate={shown(given.learning_rate)} was asked for",
+                f"learning_rate={shown(given.learning_rate)} was requested",
                 '"run" or "compile"',
             )
         if wrong:
-            raise CheckpointError(f"{wrong[0]}.\nSay {wrong[1]}.")
+            raise CheckpointError(f"{wrong[0]}.\nPass {wrong[1]}.")
 
 
 def _number(value: Any, read: Callable[[Any], float]) -> float:
@@ -168,8 +168,9 @@ class CheckpointRun(Observer):
         self._facts = run.facts()
         if self._settings.learning_rate == "compile" and run.model.optimizer is None:
             raise CheckpointError(
-                f'learning_rate="compile" was asked for, and {run.model.name!r} is compiled '
-                "without an optimizer.\nLeave learning_rate out: its rates go on as they were."
+                f'learning_rate="compile" was requested, but {run.model.name!r} is compiled '
+                "without an optimizer.\n"
+                'Remove learning_rate="compile": the saved rates are then used.'
             )
         self._epoch, self._step, self._since = epoch, 0, 0
         self._last_save = time.monotonic()
@@ -218,8 +219,8 @@ class CheckpointRun(Observer):
         if self._signals.asked is None or self._run is None:
             return
         _warn(
-            f"{type(error).__name__} came after a signal to leave: {str(error)[:200]}\n"
-            "The checkpoint before is as it was."
+            f"{type(error).__name__} was raised after a signal to stop: {str(error)[:200]}\n"
+            "The previous checkpoint is still valid."
         )
         self._leave(saved=False, together=False)  # the other processes wait within a step
 
@@ -276,7 +277,7 @@ class CheckpointRun(Observer):
         self._since, self._last_save = 0, time.monotonic()
         if self._settings.verbose:
             print(
-                f"\nlockstep: saves {position_in_words(epoch, step)} to {self._folder.path}",
+                f"\nlockstep: saving {position_in_words(epoch, step)} to {self._folder.path}",
                 flush=True,
             )
         others: dict[str, Any] = {}
@@ -312,7 +313,7 @@ class CheckpointRun(Observer):
             return None
         if monitor not in logs:
             _warn(
-                f"monitor={monitor!r} was asked for, and the logs of this epoch have "
+                f"monitor={monitor!r} was requested, but the logs of this epoch only contain "
                 f"{', '.join(logs)}."
             )
             return None
@@ -351,7 +352,7 @@ class CheckpointRun(Observer):
         if saved and self.prints:
             print(
                 f"\nlockstep: saved {position_in_words(self._epoch, self._step)} to "
-                f"{self._folder.path}; run the same command to go on",
+                f"{self._folder.path}; run the same command to resume",
                 flush=True,
             )
         if together:
@@ -364,13 +365,13 @@ class CheckpointRun(Observer):
         if failed is not None:
             _warn(
                 f"A checkpoint could not be written into {self._folder.path}: "
-                f"{type(failed).__name__}: {failed}.\nTraining goes on, and the checkpoint before "
-                "is as it was; the next one is tried."
+                f"{type(failed).__name__}: {failed}.\nTraining continues. The previous "
+                "checkpoint is still valid, and the next save will be tried."
             )
         left_over = self._folder.left_over
         if left_over is not None and not self._told_left_over:
             self._told_left_over = True
-            _warn(f"{left_over}\nTraining and its checkpoints go on; remove it by hand.")
+            _warn(f"{left_over}\nTraining and saving continue. Remove the folder by hand.")
         return failed is not None
 
     # --------------------------------------------------------------------- resuming
@@ -399,8 +400,8 @@ class CheckpointRun(Observer):
             _warn(warning)
         if asked > epoch:
             raise CheckpointError(
-                f"initial_epoch={asked} was asked for, and {path} is at epoch {epoch}.\n"
-                "Leave initial_epoch out: fit goes on where the checkpoint is."
+                f"initial_epoch={asked} was requested, but {path} is at epoch {epoch}.\n"
+                "Remove initial_epoch: fit resumes from the checkpoint."
             )
         restored["logs"] = {
             name.removeprefix("logs/"): array
@@ -412,7 +413,7 @@ class CheckpointRun(Observer):
         self._say_where(run, found, restored["stopped"])
         words = run.restore(epoch, step, values, restored)
         if words and self._writes:  # other processes have fewer callbacks
-            _warn(f"Not every callback resumes from {path}: {'; '.join(words)}.")
+            _warn(f"The state of some callbacks was not restored from {path}: {'; '.join(words)}.")
         self._epoch, self._step = epoch, step
         return run.epochs if restored["stopped"] else epoch
 
@@ -430,9 +431,9 @@ class CheckpointRun(Observer):
             restored, state = from_plain(found.state["run"], found.arrays), found.state
             if self._writes:
                 _warn(
-                    f"{newest} is within an epoch of another number of processes, each of which "
-                    "had its own rows.\nThe run goes on from the beginning of an epoch"
-                    + (", and trains some of its rows again." if state["step"] else ".")
+                    f"{newest} was saved within an epoch by a different number of processes "
+                    "that read their own rows.\nThe run resumes from the beginning of an epoch"
+                    + (", so some rows are trained again." if state["step"] else ".")
                 )
         kinds = {facts["data"].get("kind") for facts in (state, self._facts)}
         if len(kinds) == 2 and OF_EACH in kinds:  # one process has the rows as plain data
@@ -454,11 +455,11 @@ class CheckpointRun(Observer):
         if changed is None or asked:
             return asked and (changed is not None or written is None or here is None), ""
         then, now = changed
-        take = 'To go on with that of compile, give Checkpoint(..., learning_rate="compile").'
+        take = 'To use the learning rate of compile, pass Checkpoint(..., learning_rate="compile").'
         if isinstance(then, dict) or isinstance(now, dict):
             raise CheckpointMismatch(
-                f"{found.path} was written with another learning rate: it was "
-                f"{_rate(then, now)}, and compile has {_rate(now, then)}.\n{take}"
+                f"{found.path} was written with a different learning rate: it was "
+                f"{_rate(then, now)}, but compile has {_rate(now, then)}.\n{take}"
             )
         for mine, before in zip(rates_of(here), rates_of(written), strict=False):
             mine["learning_rate"] = before["learning_rate"]  # asked again at the next start
@@ -467,8 +468,9 @@ class CheckpointRun(Observer):
         if now in kept:  # a second fit of one script has the rate of the run
             return False, ""
         return False, (
-            f"The learning rate {_rate(now)} of compile is not used: {found.path} was compiled "
-            f"with {_rate(then)}, and goes on with {', '.join(map(_rate, kept))}.\n{take}"
+            f"The learning rate {_rate(now)} of compile is ignored: {found.path} was compiled "
+            f"with {_rate(then)}, and the run continues with {', '.join(map(_rate, kept))}.\n"
+            f"{take}"
         )
 
     def _stays_stopped(self, run: FitRun, found: Found) -> bool:
@@ -480,10 +482,10 @@ class CheckpointRun(Observer):
         longer = run.epochs > state.get("epochs", run.epochs)
         if epoch < run.epochs and (by != "EarlyStopping" or longer):
             _warn(
-                f"{found.path} is of a run that {by or 'a callback'} stopped after {epoch} of "
-                f"{counted(run.epochs, 'epoch')}, and it stays stopped.\nTo go on from there, "
-                f"leave {by or 'that one'} out of callbacks; from the checkpoint before, "
-                "remove this one."
+                f"{by or 'A callback'} stopped the run of {found.path} after {epoch} of "
+                f"{counted(run.epochs, 'epoch')}, so fit does not continue it.\n"
+                f"To continue from this checkpoint, remove {by or 'that callback'} from "
+                "callbacks. To continue from the previous checkpoint, delete this one."
             )
         return True
 
@@ -494,10 +496,10 @@ class CheckpointRun(Observer):
         at = f"epoch {state['epoch'] + 1}"
         at += f", after step {state['step']}" if state["step"] else ", its beginning"
         if stopped or state["epoch"] >= run.epochs:
-            at = f"the end, after {counted(state['epoch'], 'epoch')}: nothing is left to do"
+            at = f"the end, after {counted(state['epoch'], 'epoch')}, nothing left to do"
         was, now = len(state["devices"]), len(run.devices)
         print(
-            f"lockstep: goes on from {found.path}: {at}; {counted(was, 'device')} then, {now} now",
+            f"lockstep: resumes from {found.path}: {at}; {counted(was, 'device')} then, {now} now",
             flush=True,
         )
 
@@ -513,9 +515,8 @@ def _refused_in_words(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{folder} was given for checkpoints, and cannot be used: "
-            f"{error.strerror or error}.\n"
-            "Name a folder that this user may read and write, on a disk that has room."
+            f"The checkpoint folder {folder} cannot be used: {error.strerror or error}.\n"
+            "Name a folder that you can read and write, on a disk with enough space."
         ) from error
 
 
@@ -543,8 +544,8 @@ def _plain(state: dict[str, Any], arrays: dict[str, Any]) -> Any:
         return to_plain(state, "state", arrays)
     except TypeError as error:
         raise CheckpointError(
-            f"The state of this run cannot be written down: {error}, and a checkpoint has numbers, "
-            "strings,\narrays, lists and dicts. Let get_state() give those."
+            f"The state of this run cannot be saved: {error}. A checkpoint can hold only "
+            "numbers, strings,\narrays, lists and dicts. Return only these from get_state()."
         ) from error
 
 

@@ -194,9 +194,9 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
                 now = None
             if first < first_step <= last:
                 raise CheckpointMismatch(
-                    f"The checkpoint is after step {first_step} of its epoch, and with "
-                    f"steps_per_execution={self.steps_per_execution} no execution begins there.\n"
-                    "Compile with the value that the run had until then."
+                    f"The checkpoint is after step {first_step} of its epoch, but with "
+                    f"steps_per_execution={self.steps_per_execution} no execution begins at "
+                    "this step.\nCompile with the steps_per_execution of the saved run."
                 )
             if first >= first_step:
                 yield first, last, iterator
@@ -229,9 +229,9 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
         drawn = position["drawn"]
         if isinstance(self.data_adapter, GeneratorDataAdapter):
             warnings.warn(
-                f"{counted(drawn, 'batch')} of a generator {'is' if drawn == 1 else 'are'} made "
-                "once more to go on from there, which takes as long as before. Arrays or a "
-                "PyDataset go on at once.",
+                f"{counted(drawn, 'batch')} of a generator {'is' if drawn == 1 else 'are'} "
+                "drawn again to reach the saved position, which takes as long as the first "
+                "time. Arrays and a PyDataset resume at once.",
                 CheckpointWarning,
                 stacklevel=2,
             )
@@ -253,8 +253,8 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
         for _ in range(drawn - jumped):
             if next(current, None) is None:
                 raise CheckpointMismatch(
-                    f"The checkpoint is after batch {drawn}, and the data ends after "
-                    f"{current.drawn} now: it has changed.\n{STILL_POSSIBLE}"
+                    f"The checkpoint is after batch {drawn}, but the data now end after batch "
+                    f"{current.drawn}: they have changed.\n{STILL_POSSIBLE}"
                 )
         current.drawn = drawn
         if self._verified and jumped:
@@ -269,9 +269,10 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
     @staticmethod
     def _warn_of_source(drawn: int, error: Exception) -> None:
         warnings.warn(
-            f"{counted(drawn, 'batch')} of Grain {'is' if drawn == 1 else 'are'} made once more to "
-            f"go on from there, and compared, as its state does not fit: {first_line(error, 80)}\n"
-            "A `__repr__` of the data source that is the same in every run lets it go on at once.",
+            f"{counted(drawn, 'batch')} of Grain {'is' if drawn == 1 else 'are'} produced again "
+            "to reach the saved position, because the saved state does not fit: "
+            f"{first_line(error, 80)}\n"
+            "To resume at once, give the data source a `__repr__` that is the same in every run.",
             CheckpointWarning,
             stacklevel=2,
         )
@@ -282,8 +283,9 @@ class TrainingPosition(EpochIterator):  # type: ignore[misc]  # Keras has no typ
         ends_once = isinstance(adapter, OwnRows) and adapter.ends_once
         if (ends_once or isinstance(adapter, GeneratorDataAdapter)) and passes:
             raise CheckpointMismatch(
-                "The checkpoint is behind the end of a generator, which ends once.\n"
-                "Call fit with steps_per_epoch, and a generator that has batches for all epochs."
+                "The generator ended before the position of the checkpoint, and a generator "
+                "cannot restart.\nCall fit with steps_per_epoch, and a generator that yields "
+                "batches for all epochs."
             )
         if not passes or not (isinstance(adapter, TFDatasetAdapter) or is_own(adapter)):
             return
@@ -332,8 +334,9 @@ class ValidationPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
             ends_once = isinstance(adapter, GeneratorDataAdapter)
         if ends_once:
             raise CheckpointError(
-                "A generator was given as validation data, which goes on from one validation to "
-                "the next: where\nit was cannot be found again. Give arrays or a PyDataset there."
+                "A generator was given as validation data. It continues from one validation to "
+                "the next, and its\n"
+                "position cannot be restored. Use arrays or a PyDataset for validation."
             )
 
     def position(self) -> dict[str, Any]:
@@ -391,9 +394,9 @@ class PredictionPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
         """
         if self.steps_per_epoch and self.steps_per_epoch < batches:
             raise PredictionFileError(
-                f"steps={self.steps_per_epoch} was given, and predictions of {batches:,} steps are "
-                "written.\nGive as many as before, or another path; or remove the .partial folder "
-                "to begin anew."
+                f"steps={self.steps_per_epoch} was given, but predictions of {batches:,} steps "
+                "are already written.\nPass the same steps as before, or a different path. Or "
+                "remove the .partial folder to start again."
             )
         self._skipped, self._wanted = batches, check
 
@@ -423,16 +426,17 @@ class PredictionPosition(EpochIterator):  # type: ignore[misc]  # Keras has no t
     def _compare(self, number: int, check: int) -> None:
         if number < self._skipped:
             raise PredictionFileError(
-                f"Predictions of {counted(self._skipped, 'batch')} are written, and the data end "
-                f"after {number:,} now: they have changed.\nGive the data of that call, or another "
-                "path; or remove the .partial folder to begin anew."
+                f"Predictions of {counted(self._skipped, 'batch')} are already written, but the "
+                f"data now end after {number:,}: they have changed.\nPass the same data as "
+                "before, or a different path. Or remove the .partial folder to start again."
             )
         if number == self._skipped and check != self._wanted:
             raise PredictionFileError(
-                f"Predictions of {counted(self._skipped, 'batch')} are written, and the first "
-                f"{number:,} of the data have checksum {check} now, and had\n{self._wanted}: the "
-                "rows, their order or batch_size have changed. Give the data of that call, or\n"
-                "another path; or remove the .partial folder to begin anew."
+                f"Predictions of {counted(self._skipped, 'batch')} are already written, but the "
+                f"first {number:,} of the data now have the checksum {check} instead of\n"
+                f"{self._wanted}: the rows, their order or batch_size have changed. Pass the "
+                "same data as before, or\n"
+                "a different path. Or remove the .partial folder to start again."
             )
 
 

@@ -38,8 +38,8 @@ from lockstep.processes.row_exchange import RowsHere
 # The adapters and their attributes: keras/src/trainers/data_adapters/*.py
 
 STILL_POSSIBLE = (
-    "Still possible: lockstep export RUN -o model.keras for the weights, or another folder to "
-    "start anew."
+    "You can still export the weights (lockstep export RUN -o model.keras), or start again in a "
+    "different folder."
 )
 
 
@@ -82,8 +82,8 @@ def fingerprint(batches: Any) -> Any:
         return json.loads(json.dumps(known, default=lambda number: number.item()))  # NumPy scalars
     except (TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"What fit was given cannot be written down: {known}.\nA checkpoint has whole numbers "
-            "and words there. Let batch_size, steps_per_epoch and num_batches be ints."
+            f"An argument of fit cannot be saved in a checkpoint: {known}.\n"
+            "Pass batch_size, steps_per_epoch and num_batches as ints."
         ) from error
 
 
@@ -137,9 +137,9 @@ def check_batch(number: int, written: int | None, found: int | None) -> None:
     """Raise if the checksum of a batch differs from the one in the checkpoint."""
     if written != found:
         raise CheckpointMismatch(
-            f"Batch {number} of the pass over the data has checksum {found} now, and had {written} "
-            "when the checkpoint was written:\nthe data has changed, is drawn in another order, or "
-            f"draws random numbers of its own.\n{STILL_POSSIBLE}"
+            f"Batch {number} of the data now has the checksum {found}, but it had {written} "
+            "when the checkpoint was written:\nthe data or their order have changed, or the "
+            f"data use random numbers that are not saved.\n{STILL_POSSIBLE}"
         )
 
 
@@ -154,18 +154,18 @@ def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
     adapter = adapter_here(adapter)
     if isinstance(adapter, TorchDataLoaderAdapter) and loader_of(adapter).persistent_workers:
         raise CheckpointError(
-            "The DataLoader has persistent_workers=True: the random numbers of a worker continue "
-            "from one epoch\nto the next, and no checkpoint sees them. Say "
-            "persistent_workers=False."
+            "The DataLoader has persistent_workers=True: the random state of a worker carries "
+            "over from one epoch\n"
+            "to the next, and a checkpoint cannot save it. Set persistent_workers=False."
         )
     if not isinstance(adapter, PyDatasetAdapter):
         return
     data = adapter.py_dataset
     if has_workers(adapter) and steps_per_epoch:
         raise CheckpointError(
-            f"{type(data).__name__} has workers={data.workers}, and fit was given steps_per_epoch="
-            f"{steps_per_epoch}: which batches are under way between two epochs is not known.\n"
-            "Leave one of the two out."
+            f"{type(data).__name__} has workers={data.workers}, and fit was given "
+            f"steps_per_epoch={steps_per_epoch}: the position in the data between two epochs is "
+            "not known.\nRemove one of the two."
         )
     if _has_state(data):
         return
@@ -173,9 +173,10 @@ def check_data(adapter: Any, steps_per_epoch: int | None) -> None:
         if getattr(type(data), hook) is not getattr(keras.utils.PyDataset, hook):
             name = type(data).__name__
             raise CheckpointError(
-                f"{name} changes itself in {hook}, and a checkpoint would not know how.\n"
-                f"Give {name} a get_state() that returns what changes (its order, say), and a "
-                "set_state(state)\nthat takes it: numbers, strings, arrays, lists, dicts."
+                f"{name} changes its state in {hook}, and a checkpoint cannot save that state.\n"
+                f"Add get_state() to {name}, which returns the state (its order, for example), "
+                "and set_state(state),\n"
+                "which restores it: numbers, strings, arrays, lists, dicts."
             )
 
 
@@ -319,10 +320,10 @@ def unseeded_shuffle(adapter: Any) -> str | None:
         seeds: list[Any] = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
         if None not in seeds and not any(int(seed) for seed in seeds):
             return (
-                "The tf.data.Dataset is shuffled without a seed: a run that is started again draws "
-                "another order,\nand its checkpoints are refused then. Give a seed, such as "
-                "shuffle(1000, seed=0), or call\nkeras.utils.set_random_seed before the data is "
-                "made."
+                "The tf.data.Dataset is shuffled without a seed: a restarted run draws a "
+                "different order,\nand cannot resume from its checkpoints. Pass a seed, such as "
+                "shuffle(1000, seed=0), or call\nkeras.utils.set_random_seed before you create "
+                "the data set."
             )
         left += getattr(dataset, "_inputs", list)()
     return None

@@ -16,7 +16,7 @@ from lockstep.core.files import replacing
 from lockstep.core.state import GROUPS, named_variables
 from lockstep.errors import CheckpointError, CheckpointMismatch, DamagedCheckpoint, first_line
 
-_ITS_OWN = "Name the function that makes the model it was written with."
+_ITS_OWN = "Name the function that builds the model of the checkpoint."
 
 
 def export_model(run: Path, output: Path, model: Any = None, best: bool = False) -> Path:
@@ -41,13 +41,13 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
     """
     if output.suffix != ".keras":
         raise CheckpointError(
-            f"{output} was named to be written, and what is written is a .keras file.\n"
+            f"The output is {output}, but export writes a .keras file.\n"
             f"Name it {output.with_suffix('.keras')}."
         )
     if not output.parent.is_dir():
         raise CheckpointError(
-            f"{output} was named to be written, and there is no folder {output.parent}.\n"
-            f"Make it first: mkdir -p {output.parent}"
+            f"The output is {output}, but there is no folder {output.parent}.\n"
+            f"Create it first: mkdir -p {output.parent}"
         )
     found = _found(run, best)
     made = _made(found) if model is None else model
@@ -63,7 +63,7 @@ def export_model(run: Path, output: Path, model: Any = None, best: bool = False)
     except OSError as error:
         raise CheckpointError(
             f"{output} cannot be written: {error.strerror or error}.\n"
-            "Name a file in a folder that takes files, with room for it."
+            "Name a file in a writable folder with enough space."
         ) from error
     return found.path
 
@@ -74,10 +74,10 @@ def _found(run: Path, best: bool) -> Found:
         return folder.read(run)
     if not folder.marked() or not folder.check() or not folder.checkpoints():
         runs = runs_within(run)
-        wanted = "the folder that lockstep.Checkpoint was given, or one checkpoint in it."
+        wanted = "the folder of a lockstep.Checkpoint, or one checkpoint in it."
         if runs:
             wanted = f"one of the runs in it: {runs[0]}"
-        raise CheckpointError(f"{run} was named, and has no checkpoint.\nName {wanted}")
+        raise CheckpointError(f"{run} contains no checkpoint.\nName {wanted}")
     if not best:
         found = folder.newest(print)
         assert found is not None
@@ -89,8 +89,8 @@ def _found(run: Path, best: bool) -> Found:
     found = retention.read_best(folder, print)
     if found is None:
         raise CheckpointError(
-            f"The best checkpoint of {run} was asked for, and nothing was monitored there.\n"
-            "Leave --best out for the newest, or name one checkpoint."
+            f"The best checkpoint of {run} was requested, but the run monitored nothing.\n"
+            "Remove --best to export the newest checkpoint, or name one checkpoint."
         )
     return found
 
@@ -106,8 +106,8 @@ def _made(found: Found) -> Any:
         except Exception as error:  # a constructor of the user may raise anything
             why = first_line(error, 200).split(". ")[0].rstrip(".")
     raise CheckpointError(
-        f"The model of {found.path} cannot be made from the checkpoint alone: {why}.\n"
-        "Say with --model FILE.PY:FUNCTION which function of yours makes it."
+        f"The model of {found.path} cannot be built from the checkpoint alone: {why}.\n"
+        "Name the function that builds it: --model FILE.PY:FUNCTION."
     )
 
 
@@ -139,6 +139,6 @@ def _other(found: Found, group: str, theirs: Any, mine: Any) -> CheckpointMismat
         f"{each[0]} {list(each[1].shape)}" if each else "no more" for each in (theirs, mine)
     )
     return CheckpointMismatch(
-        f"{found.path} is of another model: of its {group} variables it has {there}, and the model "
-        f"has {here}.\n{_ITS_OWN}"
+        f"{found.path} was saved from a different model: its {group} variables are {there}, but "
+        f"the model has {here}.\n{_ITS_OWN}"
     )

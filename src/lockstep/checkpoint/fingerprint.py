@@ -162,15 +162,15 @@ def _difference(
 
 def _refuse(path: str, what: str, name: str, written: str, here: str) -> None:
     kind = {
-        "variables": "another model or optimizer",
-        "model": "another model",
-        "compiled": "another optimizer, loss or metric",
-        "data": "other data",
+        "variables": "a different model or optimizer",
+        "model": "a different model",
+        "compiled": "a different optimizer, loss or metric",
+        "data": "different data",
     }[what]
     raise CheckpointMismatch(
-        f"{path} was written with {kind}: {name[:60]} was {written[:90]}, and is {here[:90]}.\n"
-        "Still possible: the weights alone, by lockstep export RUN -o model.keras; or start anew, "
-        "in another folder."
+        f"{path} was written with {kind}: {name[:60]} was {written[:90]}, but is now "
+        f"{here[:90]}.\nYou can still export the weights (lockstep export RUN -o model.keras), "
+        "or start again in a different folder."
     )
 
 

@@ -88,6 +88,6 @@ def _locked(path: Path, refused: Refused) -> int | None:
 
 def _refused(folder: Path, writer: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder} was given for checkpoints, and {writer} writes there: each would remove what\n"
-        "the other has written. Wait for it, end it, or name another folder."
+        f"The checkpoint folder {folder} is in use by {writer}: the two would delete\n"
+        "each other's files. Wait for it, stop it, or choose a different folder."
     )

@@ -56,7 +56,7 @@ def read_manifest(folder: Path) -> Manifest:
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
         if content["version"] <= VERSION and said != _check(content):
-            raise ValueError("its checksum is not the one that was written")
+            raise ValueError("its checksum differs from the one that was written")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}.") from error
     check_version(path, content["version"])
@@ -73,9 +73,9 @@ def check_version(path: Path, version: int) -> None:
     """
     if version > VERSION:
         raise NewerCheckpoint(
-            f"{path} has format version {version}, and this lockstep reads up to {VERSION}: a "
-            "newer one wrote it.\nUpgrade with: pip install -U keras-lockstep, or train into "
-            "another folder."
+            f"{path} has format version {version}, but this version of lockstep reads only up "
+            f"to {VERSION}.\n"
+            "Upgrade with: pip install -U keras-lockstep, or train into a different folder."
         )
 
 

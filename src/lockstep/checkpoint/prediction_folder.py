@@ -117,8 +117,9 @@ class PredictionFolder:
             ]
         if [file.name for file in self._files] != list(named):
             raise PredictionFileError(
-                f"The outputs {list(named)} follow {[file.name for file in self._files]}, and one "
-                "file has one output.\nGive a function instead of a path."
+                f"The outputs changed from {[file.name for file in self._files]} to "
+                f"{list(named)}, but a file holds one output.\n"
+                "Pass a function instead of a path."
             )
         for file in self._files:
             file.check(named[file.name])
@@ -169,9 +170,9 @@ class PredictionFolder:
     def _check(self) -> None:
         is_file = self.path.suffix == NPY
         if not self.path.parent.is_dir():
-            raise self._refused(f"there is no folder {self.path.parent}.\nMake it first")
+            raise self._refused(f"there is no folder {self.path.parent}.\nCreate it first")
         if is_file and self.path.is_dir():
-            raise self._refused("that is a folder.\nName a file, or remove the folder")
+            raise self._refused("it is a folder.\nName a file, or remove the folder")
         if not is_file and self.path.exists():
             others = [name for name in _names_in(self.path) if not name.endswith(NPY)]
             if not self.path.is_dir() or others:
@@ -185,15 +186,15 @@ class PredictionFolder:
         ]
         if others:
             raise self._refused(
-                f"{self._folder} is no folder of an unfinished prediction: it has {others[0]!r}.\n"
-                "Move it, or name another path"
+                f"{self._folder} is not a folder of unfinished predictions: it contains "
+                f"{others[0]!r}.\nMove it, or choose a different path"
             )
 
     def _check_outputs(self, names: list[str]) -> None:
         if self.path.suffix == NPY and len(names) > 1:
             raise self._refused(
-                f"the model has {len(names)} outputs: {', '.join(names)}.\nName a folder, such as "
-                f"{self.path.stem!r}: each output gets a file in it"
+                f"the model has {len(names)} outputs: {', '.join(names)}.\nName a folder, such "
+                f"as {self.path.stem!r}: each output is written to a file in it"
             )
         if self.path.suffix != NPY and len(names) == 1:
             raise self._refused(
@@ -201,10 +202,10 @@ class PredictionFolder:
             )
 
     def _refused(self, why: str) -> PredictionFileError:
-        return PredictionFileError(f"{str(self.path)!r} was given for predictions, and {why}.")
+        return PredictionFileError(f"Predictions cannot be written to {str(self.path)!r}: {why}.")
 
     def _is_written(self, writer: str) -> PredictionFileError:
-        return self._refused(f"{writer} writes there.\nWait for it, or name another path")
+        return self._refused(f"it is in use by {writer}.\nWait for it, or choose a different path")
 
     def _file(self, name: str) -> Path:
         one = self.path.suffix == NPY
@@ -231,7 +232,7 @@ class PredictionFolder:
     def _unreadable(self, error: Exception) -> PredictionFileError:
         return self._refused(
             f"{self._folder / _POSITION} cannot be read ({error}).\n"
-            f"Remove {self._folder.name} to begin anew"
+            f"Remove {self._folder.name} to start again"
         )
 
     def _clear(self) -> None:
@@ -302,10 +303,10 @@ class _RowFile:
         """Raise if rows are not like those of the file."""
         if rows.dtype != self._dtype or rows.shape[1:] != self._shape:
             raise PredictionFileError(
-                f"Output {self.name!r} has rows of the shape {rows.shape[1:]} and type "
-                f"{rows.dtype}, and those before them have\n{self._shape} and {self._dtype}: a "
-                ".npy file has one of each. Pad the data to one length, or give a function "
-                "instead\nof a path."
+                f"Output {self.name!r} has rows of shape {rows.shape[1:]} and type "
+                f"{rows.dtype}, but earlier rows have\n{self._shape} and {self._dtype}: all "
+                "rows of a .npy file need the same. Pad the data to one length, or pass\na "
+                "function instead of a path."
             )
 
     def append(self, rows: np.ndarray) -> None:
@@ -342,16 +343,16 @@ def _storable(rows: np.ndarray) -> np.ndarray:
     """
     if not rows.ndim:
         raise PredictionFileError(
-            f"An output is one number for a batch ({rows}), and a file has a row for each row of "
-            "the data.\nReturn a number for each row from the model, or give a function instead of "
-            "a path."
+            f"An output has one value for the whole batch ({rows}), but a file needs one row "
+            "for each row of the data.\n"
+            "Return one value per row from the model, or pass a function instead of a path."
         )
     if rows.dtype.kind == "V":  # bfloat16 and other short types, which float32 holds exactly
         return rows.astype("float32")
     if rows.dtype.kind not in "biufc":
         raise PredictionFileError(
-            f"An output has the type {rows.dtype}, and a .npy file that every reader takes has "
-            "numbers.\nGive a function instead of a path: it is called with the rows in order."
+            f"An output has the type {rows.dtype}, but a portable .npy file can hold only "
+            "numbers.\nPass a function instead of a path: it is called with the rows in order."
         )
     return rows
 

@@ -99,7 +99,7 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             if os.path.lexists(self.path) and not self.path.is_dir():
                 raise NotARun(
-                    f"{self.path} was given for checkpoints, and is a file or a broken link.\n"
+                    f"The checkpoint folder {self.path} is a file or a broken link.\n"
                     "Name a folder that is new or empty."
                 ) from None
             others = sorted(os.listdir(self.path)) if self.path.is_dir() else []
@@ -108,19 +108,19 @@ class RunFolder:
                 return self.check()
             if others:
                 raise NotARun(
-                    f"{self.path} was given for checkpoints, and holds {others[0]!r}, but no run "
-                    "of lockstep; nothing in it was touched.\nName a folder that is new or empty."
+                    f"The folder {self.path} contains {others[0]!r}, but no lockstep run. "
+                    "Nothing in it was changed.\nName a folder that is new or empty."
                 ) from None
             return False
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise NotARun(
-                f"{self.path} was given for checkpoints, and {mark.name} in it cannot be read: "
-                f"{error}.\nName a folder that is new or empty."
+                f"The checkpoint folder {self.path} cannot be used: its {mark.name} cannot be "
+                f"read: {error}.\nName a folder that is new or empty."
             ) from error
         if version is None:
             raise NotARun(
-                f"{self.path} was given for checkpoints, and {mark.name} in it has another format "
-                f"than {_FORMAT!r}.\nName a folder that is new or empty."
+                f"The checkpoint folder {self.path} cannot be used: the format of its "
+                f"{mark.name} is not {_FORMAT!r}.\nName a folder that is new or empty."
             )
         check_version(mark, version)
         return True
@@ -160,12 +160,12 @@ class RunFolder:
                     damaged.append(str(error))
                 continue
             for words in damaged:
-                say(f"A checkpoint is damaged and was passed over: {words}\nUsed: {path.name}.")
+                say(f"A damaged checkpoint was skipped: {words}\nUsed instead: {path.name}.")
             return found
         if damaged:
             raise DamagedCheckpoint(
-                f"{self.path} has {counted(len(damaged), 'checkpoint')}, and none is whole.\n"
-                f"The newest: {damaged[0]}\nTo start anew, name another folder."
+                f"{self.path} has {counted(len(damaged), 'checkpoint')}, and all are damaged.\n"
+                f"The newest: {damaged[0]}\nTo start again, choose a different folder."
             )
         return None
 
@@ -315,7 +315,7 @@ class Retention:
             try:
                 return folder.read(best)
             except DamagedCheckpoint as error:
-                say(f"The best checkpoint is damaged and was passed over: {error}")
+                say(f"The best checkpoint is damaged and was skipped: {error}")
                 paths.remove(best)
         return None
 

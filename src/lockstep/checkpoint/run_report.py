@@ -86,7 +86,7 @@ class RunReport(Report):
         """The newest checkpoint, and the command that exports it."""
         held = counted(len(self.checkpoints), "checkpoint")
         whole = [saved for saved in self.checkpoints if saved.flaw is None]
-        newest = f"; the newest is of {whole[0].position}" if whole else ", and none is whole"
+        newest = f"; the newest is at {whole[0].position}" if whole else ", all of them damaged"
         return f"{self.path}: {held}{newest}. Next: {self.command}"
 
     def show(self, console: Console) -> None:
@@ -97,7 +97,7 @@ class RunReport(Report):
 
         console.print(Text(self.path, "bold"), soft_wrap=True)
         held = counted(len(self.checkpoints), "checkpoint")
-        lines = [f"  holds  {held} of lockstep.Checkpoint"]
+        lines = [f"  holds  {held} by lockstep.Checkpoint"]
         lines += [f"  model  {self.model}"] if self.model else []
         lines += [f"  needs  {', '.join(self.needs)} (your code)"] if self.needs else []
         lines += [f"  run    of {counted(self.epochs, 'epoch')}"] if self.epochs else []
@@ -148,8 +148,9 @@ def report_run(path: Path) -> RunReport:
     paths = [path] if alone else folder.checkpoints() if folder.check() else []
     if not paths:
         raise CheckpointError(
-            f"{path} is a run, and has no checkpoint so far.\n"
-            "Run the script that trains: it saves at the end of an epoch, or as often as you said."
+            f"{path} is the folder of a run, but it contains no checkpoint yet.\n"
+            "Run the training script: it saves at the end of each epoch, or at the interval of "
+            "its Checkpoint."
         )
     states: dict[Path, dict[str, Any]] = {}
     flaws: dict[Path, str] = {}

@@ -171,9 +171,9 @@ def check_visible(here: Sequence[Device], environ: Mapping[str, str]) -> None:
     gpus = [device.name for device in here if device.platform == "gpu"]
     if len(gpus) > len(named):
         raise DeviceError(
-            f'CUDA_VISIBLE_DEVICES="{visible}" names {counted(len(named), "device")}, and '
+            f'CUDA_VISIBLE_DEVICES="{visible}" names {counted(len(named), "device")}, but '
             f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} in use: {names_in_words(gpus)}.\n"
-            "It was set after the backend had started, which reads it once.\n"
+            "It was set after the backend had started. The backend reads it only once.\n"
             "Set it before Python starts, or before the first Keras operation."
         )
 
@@ -210,8 +210,8 @@ def count_of_devices(value: object, said: str, what: str) -> int:
         count = 0
     if count < 1 or isinstance(value, bool):
         raise DeviceError(
-            f"{said} was asked for, and {what} needs a whole number of at least 1.\n"
-            "Give a number of devices, such as 4."
+            f"{said} was requested, but {what} needs a whole number of at least 1.\n"
+            "Pass a number of devices, such as 4."
         )
     return count
 
@@ -219,8 +219,8 @@ def count_of_devices(value: object, said: str, what: str) -> int:
 def _as_int(value: object) -> int | None:
     if isinstance(value, bool):
         raise DeviceError(
-            f"devices={value} was asked for, and True or False is no number of devices.\n"
-            "Say how many (devices=4), which ([0, 2] or 'gpu:0,gpu:1'), or None for all."
+            f"devices={value} was requested, but True and False are not numbers of devices.\n"
+            "Pass a number (4), a list ([0, 2] or 'gpu:0,gpu:1'), or None for all devices."
         )
     try:
         return operator.index(value)  # type: ignore[arg-type]
@@ -231,14 +231,14 @@ def _as_int(value: object) -> int | None:
 def _first(count: int, default: Sequence[Device]) -> tuple[str, ...]:
     if count < 1:
         raise DeviceError(
-            f"devices={count} was asked for, and at least one device has to train.\n"
-            f"Say {'1' if len(default) == 1 else f'1 to {len(default)}'}, or None for all that are "
-            f"here: {names_in_words([device.name for device in default])}."
+            f"devices={count} was requested, but at least one device is needed.\n"
+            f"Pass {'1' if len(default) == 1 else f'1 to {len(default)}'}, or None for all "
+            f"available devices: {names_in_words([device.name for device in default])}."
         )
     if count > len(default):
         verb = "is" if len(default) == 1 else "are"
         raise DeviceNotFound(
-            f"devices={count} was asked for, and {len(default)} {verb} here: "
+            f"devices={count} was requested, but only {len(default)} {verb} available: "
             f"{names_in_words([device.name for device in default])}.",
             rehearse=count,
         )
@@ -249,8 +249,9 @@ def _items(asked: object) -> list[Any]:
     if isinstance(asked, str) and asked.strip().isdecimal():
         number = int(asked)
         raise DeviceError(
-            f"devices={asked!r} was asked for: {number} devices, or the one with number {number}?\n"
-            f"Say devices={number} for as many, devices=[{number}] for the one."
+            f"devices={asked!r} is ambiguous: {number} devices, or only device number "
+            f"{number}?\nPass devices={number} for {number} devices, or devices=[{number}] for "
+            f"device number {number}."
         )
     if isinstance(asked, str):
         items: list[Any] = [item.strip() for item in asked.split(",")]
@@ -261,8 +262,8 @@ def _items(asked: object) -> list[Any]:
         items = [asked]
     if not items or items == [""]:
         raise DeviceError(
-            f"devices={asked!r} names no device, and at least one has to train.\n"
-            "Say how many (devices=4), which ([0, 2] or 'gpu:0,gpu:1'), or None for all."
+            f"devices={asked!r} names no device, but at least one is needed.\n"
+            "Pass a number (4), a list ([0, 2] or 'gpu:0,gpu:1'), or None for all devices."
         )
     return items
 
@@ -277,9 +278,12 @@ def _name(item: object, asked: object, here: Sequence[Device]) -> str:
         # "gpu0" is as near to "cpu:0" as a cutoff of 0.7 allows, and means another device.
         meant = difflib.get_close_matches(str(item).lower(), known, n=1, cutoff=0.75)
         raise DeviceError(
-            f"devices={asked!r} was asked for, and {item!r} is no device name.\n"
+            f"devices={asked!r} was requested, but {item!r} is not a device name.\n"
             + (f"Did you mean {meant[0]}? " if meant else "")
-            + "Names look like 'gpu:0'; numbers like 0 count devices of the default platform."
+            + (
+                "Names look like 'gpu:0'. A number such as 0 is an index into the devices of "
+                "the default platform."
+            )
         )
     found = match["platform"]
     return f"{_ALIASES.get(found, found)}:{int(match['number'])}"
@@ -291,23 +295,23 @@ def _check_names(names: tuple[str, ...], asked: object, here: Sequence[Device]) 
         if name not in known:
             remedy = _remedy(name, known)
             problem = (
-                f"devices={asked!r} was asked for, and {name} is not among the {len(known)} here: "
-                f"{names_in_words(known)}."
+                f"devices={asked!r} was requested, but {name} is not among the {len(known)} "
+                f"available: {names_in_words(known)}."
             )
             if remedy is None:
                 raise DeviceNotFound(problem, 1 + max(int(each.split(":")[1]) for each in names))
             raise DeviceNotFound(f"{problem}\n{remedy}")
         if name in names[:position]:
             raise DuplicateDevice(
-                f"devices={asked!r} names {name} twice, and a device holds one replica.\n"
-                f"Name each device once; {len(known)} {'is' if len(known) == 1 else 'are'} here: "
-                f"{names_in_words(known)}."
+                f"devices={asked!r} names {name} twice, but a device holds only one replica.\n"
+                f"Name each device once. {len(known)} {'is' if len(known) == 1 else 'are'} "
+                f"available: {names_in_words(known)}."
             )
     platforms = sorted({name.split(":")[0] for name in names})
     if len(platforms) > 1:
         raise DeviceError(
-            f"devices={asked!r} mixes {' and '.join(platforms)}, and one program runs on "
-            "one kind of device.\nName devices of one kind."
+            f"devices={asked!r} mixes {' and '.join(platforms)}, but all devices must be of the "
+            "same kind.\nName devices of one kind."
         )
 
 
@@ -321,7 +325,7 @@ def _remedy(missing: str, known: Sequence[str]) -> str | None:
     if platform not in platforms:
         meant = difflib.get_close_matches(platform, sorted({*platforms, *_ALIASES}), n=1)
         if not meant:
-            return f"Name devices that are here, such as {known[0]}."
+            return f"Name available devices, such as {known[0]}."
         name = f"{_ALIASES.get(meant[0], meant[0])}:{number}"
         return f"Did you mean {name}?" if name in known else _remedy(name, known)
     virtual = f"cpu:{number}"

@@ -65,9 +65,8 @@ class Kind:
         if function is None:
             raise BusyModel(
                 f"{model.name!r} has no {self.function} while it is {self.phase}: a callback "
-                "called compile, which removes it.\n"
-                f"Compile before or after the call, or call model.make_{self.function}() after "
-                "compile."
+                "called compile, which removed the function.\nCompile before or after the call, "
+                f"or call model.make_{self.function}() after compile."
             )
         return function
 
@@ -175,8 +174,8 @@ class Engine(ABC):
 
     def _without_shards(self) -> UnsupportedBackend:
         return UnsupportedBackend(
-            f'state="sharded" was asked for, and {self.name!r} has state="replicated" only.\n'
-            'Leave out state="sharded".'
+            f'state="sharded" was requested, but {self.name!r} supports only '
+            'state="replicated".\nRemove state="sharded".'
         )
 
     @abstractmethod

@@ -97,8 +97,9 @@ def find_place(environ: Environment, worker: Place | None = None) -> Place:
         first = replace(first, coordinator=_address(environ, COORDINATOR), variables=variables)
     if first.coordinator is None and first.size > 1:
         raise ProcessesDisagree(
-            f"This is {first}, and no variable says where the processes meet.\n"
-            f"Set {COORDINATOR}=host:port in every process: a free port of the host of process 0."
+            f"This is {first}, but no environment variable gives the address of the "
+            f"coordinator.\nSet {COORDINATOR}=host:port in every process: the host of process "
+            "0, and a free port on it."
         )
     return first
 
@@ -196,16 +197,22 @@ def _tf_config(environ: Environment) -> Place | None:
         return None
     if others or (kind is not None and kind not in _TRAIN):
         raise ProcessesDisagree(
-            f"TF_CONFIG has {f'a task of type {shown(kind)}' if kind not in _TRAIN else 'ps tasks'}"
-            ", and lockstep trains in chief and worker tasks: each holds the weights.\n"
-            "Start chief and workers only, or set LOCKSTEP_PROCESSES=1 to train in this one alone."
+            "TF_CONFIG has "
+            f"{f'a task of type {shown(kind)}' if kind not in _TRAIN else 'ps tasks'}, but "
+            "lockstep supports only chief and worker tasks, which hold the weights themselves.\n"
+            "Start only chief and workers, or set LOCKSTEP_PROCESSES=1 to train in this process "
+            "alone."
         )
     ranks = [rank for rank, member in enumerate(members) if member[:2] == (kind, index)]
     if len(members) < 2:
         return None
     if not ranks:
         raise _unreadable_cluster(
-            text, f"its task (type {shown(kind)}, index {index}) is none of its {len(members)}"
+            text,
+            (
+                f"its task (type {shown(kind)}, index {index}) is not among its {len(members)} "
+                "members"
+            ),
         )
     if not all(_is_address(address) for *_, address in members):
         raise _unreadable_cluster(text, "addresses with a port were expected")
@@ -227,8 +234,8 @@ _TRAIN = ("chief", "master", "worker")
 
 def _unreadable_cluster(text: str, why: str) -> ProcessesDisagree:
     return ProcessesDisagree(
-        f"TF_CONFIG={text[:100]!r} is set, and {why}: the place of this process is unknown.\n"
-        "Set it as TensorFlow's guide has it, or unset it to train in one process."
+        f"TF_CONFIG={text[:100]!r} is set, but {why}: the rank of this process is unknown.\n"
+        "Set it as described in TensorFlow's guide, or unset it to train in one process."
     )
 
 
@@ -344,7 +351,7 @@ def _check_agree(first: Place, other: Place) -> None:
     if not nested:
         raise ProcessesDisagree(
             f"This is {first}, and {other}: two launchers disagree.\n"
-            f"Start the script by one of them, or unset the variables of the other."
+            "Use only one of them, or unset the variables of the other."
         )
 
 
@@ -361,13 +368,14 @@ def _size_and_rank(environ: Environment, size_name: str, rank_name: str) -> tupl
         if size == 1:
             return 1, 0
         raise ProcessesDisagree(
-            f"{there}={value} is set, and {missing} is not: the place of this process is unknown.\n"
+            f"{there}={value} is set, but {missing} is not: the rank or the world size of this "
+            "process is unknown.\n"
             f"Set {missing} as well, or unset {there} to train in one process."
         )
     if size < 1 or rank >= size:
         raise ProcessesDisagree(
-            f"{rank_name}={rank} and {size_name}={size} are set, and ranks go from 0 to the number "
-            f"of processes less 1.\nSet both as the launcher has them."
+            f"{rank_name}={rank} and {size_name}={size} are set, but ranks go from 0 to the "
+            "number of processes minus 1.\nSet both to the values of the launcher."
         )
     return size, rank
 
@@ -378,8 +386,8 @@ def _number(environ: Environment, name: str) -> int | None:
         return None
     if not text.isdecimal():
         raise ProcessesDisagree(
-            f"{name}={text!r} is set, and it has to be a whole number.\n"
-            "Set it as the launcher has it, or unset it."
+            f"{name}={text!r} is set, but it must be a whole number.\n"
+            "Set it to the value of the launcher, or unset it."
         )
     return int(text)
 
@@ -390,8 +398,8 @@ def _address(environ: Environment, name: str) -> str | None:
         return None
     if not _is_address(text):
         raise ProcessesDisagree(
-            f"{name}={text!r} is set, and it has to be an address with a port.\n"
-            f"Set for example {name}=10.0.0.1:29500, the same in every process."
+            f"{name}={text!r} is set, but it must be an address with a port.\n"
+            f"For example, set {name}=10.0.0.1:29500, the same in every process."
         )
     return text
 

@@ -31,8 +31,8 @@ def path_text(value: object, argument: str, refused: type[LockstepError]) -> str
         return os.fsdecode(value)  # type: ignore[arg-type]
     except TypeError:
         raise refused(
-            f"{argument}={shown(value)} was given, and a path was expected.\n"
-            "Give a str or a pathlib.Path."
+            f"{argument}={shown(value)} was given, but a path was expected.\n"
+            "Pass a str or a pathlib.Path."
         ) from None
 
 

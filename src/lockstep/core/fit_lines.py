@@ -63,7 +63,7 @@ def waiting_line(phase: str, work: str) -> str:
 
 def first_step_line(phase: str, work: str, seconds: float) -> str:
     """Return the line that reports that a slow first step is ready."""
-    return f"lockstep: the first {phase} step is under way after {seconds:.1f} s: {work}"
+    return f"lockstep: the first {phase} step started after {seconds:.1f} s: {work}"
 
 
 def fit_line(backend: str, layout: Layout, given: Given, compiles: bool = False) -> str:
@@ -90,7 +90,7 @@ def fit_line(backend: str, layout: Layout, given: Given, compiles: bool = False)
 def _batch_words(given: Given, replicas: int) -> str:
     batch_size = batch_size_of(given)
     if batch_size is None:
-        return f"batches as the data gives them, each split over {replicas}"
+        return f"batch size set by the data, each batch split across {replicas}"
     largest = len(shard_rows(batch_size, replicas)[0])
     up_to = "up to " if batch_size % replicas else ""
     return f"global batch {batch_size} = {up_to}{largest} per replica"
@@ -99,7 +99,7 @@ def _batch_words(given: Given, replicas: int) -> str:
 def _parts_words(given: Given, devices: int, size: int) -> str:
     rows = batch_size_of(given)
     if rows is None:
-        return f"batches as the data gives them, in micro-batches of at most {counted(size, 'row')}"
+        return f"batch size set by the data, in micro-batches of at most {counted(size, 'row')}"
     number, each = micro_batches(rows, devices, size)
     parts = f"{counted(number, 'micro-batch')} of {each}"
     if devices == 1:
@@ -112,7 +112,7 @@ def _parts_words(given: Given, devices: int, size: int) -> str:
 def not_compiled_words(layers: Sequence[Any]) -> str:
     """Return which layers keep a step from being compiled, `""` without any."""
     names = [f"{layer.name} ({type(layer).__name__})" for layer in layers]
-    return f"the step is not compiled, for {', '.join(names)}" if names else ""
+    return f"the step is not compiled because of {', '.join(names)}" if names else ""
 
 
 def replicated_words(held: int, has_slots: bool, memory: int | None) -> str:
@@ -124,7 +124,7 @@ def replicated_words(held: int, has_slots: bool, memory: int | None) -> str:
         memory: The memory of a device; `None` where unknown.
     """
     of = "" if memory is None else f" (memory {amount(memory)})"
-    return f", {amount(held)} of state each{of}{'' if has_slots else ', without slots'}"
+    return f", {amount(held)} of state each{of}{'' if has_slots else ', without optimizer slots'}"
 
 
 def kinds_words(kinds: Iterable[str]) -> str:

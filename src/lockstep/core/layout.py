@@ -190,8 +190,8 @@ def is_chain(layer: Any) -> bool:
 def both_layouts(model: Any, asked: str) -> LayoutConflict:
     """Return the error for a model that is to be distributed and to have its layers placed."""
     return LayoutConflict(
-        f"{model.name!r} has {'layers on several' if asked == 'distribute' else 'copies on its'} "
-        f"devices, and lockstep.{asked} would lay it out in another way.\n"
-        "A model has branches on devices, or copies on devices, and not both so far.\n"
-        "Call lockstep.release(model) first."
+        f"{model.name!r} has "
+        f"{'layers on several' if asked == 'distribute' else 'copies on its'} devices, and "
+        f"lockstep.{asked} would need a different layout.\nA model can be replicated or have "
+        "branches on devices, but not both.\nCall lockstep.release(model) first."
     )

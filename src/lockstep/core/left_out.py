@@ -60,7 +60,7 @@ class LeftOutMetric(LeftOut):
     __slots__ = ()
 
     def __init__(self) -> None:
-        super().__init__("a metric, which the first process alone computes")
+        super().__init__("a metric, which only the first process computes")
 
     def __reduce__(self) -> Any:
         return LeftOutMetric, ()

@@ -19,9 +19,9 @@ BACKENDS = ("jax", "torch")
 def no_micro_batches(backend: str, size: int) -> UnsupportedBackend:
     """Return the error for an engine that runs all rows of a device at once."""
     return UnsupportedBackend(
-        f"micro_batch_size={size} was asked for, and on {backend!r} a device runs all of its rows "
-        "at once so far.\nOn JAX and PyTorch it runs them in parts, with the numbers of the whole "
-        "batch.\nSet KERAS_BACKEND=jax before Keras is imported, or leave out micro_batch_size."
+        f"micro_batch_size={size} was requested, but {backend!r} does not support "
+        "micro-batches.\nOnly JAX and PyTorch do.\nSet KERAS_BACKEND=jax before Keras is "
+        "imported, or remove micro_batch_size."
     )
 
 
@@ -30,22 +30,22 @@ def not_compiled(model: Any, size: int, layers: list[Any]) -> UnsupportedModel:
     if layers:
         names = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
         return UnsupportedModel(
-            f"Keras cannot compile {names}, and micro_batch_size={size} needs a compiled step.\n"
-            "Apply such layers to the data before fit, or leave out micro_batch_size."
+            f"Keras cannot compile {names}, but micro_batch_size={size} needs a compiled step.\n"
+            "Apply such layers to the data before fit, or remove micro_batch_size."
         )
     return UnsupportedModel(
-        f"{model.name!r} was compiled with run_eagerly=True or jit_compile=False, and "
+        f"{model.name!r} was compiled with run_eagerly=True or jit_compile=False, but "
         f"micro_batch_size={size} needs a compiled step.\n"
-        "Leave both out of compile(), or leave out micro_batch_size."
+        "Remove both from compile(), or remove micro_batch_size."
     )
 
 
 def cuts_nothing(model: Any, step: str, size: int) -> UnsupportedModel:
     """Return the error for a step of the user's own that does not call the model as a whole."""
     return UnsupportedModel(
-        f"The {step} of {model.name!r} does not call self.stateless_call, whose rows "
-        f"micro_batch_size={size} runs in parts:\nall rows of a device would run at once.\n"
-        "Call it in the step, or leave out micro_batch_size."
+        f"The {step} of {model.name!r} does not call self.stateless_call, so "
+        f"micro_batch_size={size} cannot split its rows:\nall rows of a device would run at "
+        "once.\nCall self.stateless_call in the step, or remove micro_batch_size."
     )
 
 
@@ -58,9 +58,9 @@ def runs_alone(model: Any, why: str, size: int) -> UnsupportedModel:
         size: The micro-batch size.
     """
     return UnsupportedModel(
-        f"{model.name!r} {why},\nso its step would run all rows at once, and "
-        f"micro_batch_size={size} was asked for.\n"
-        "Use Keras's own step with layers that work row by row, or leave out micro_batch_size."
+        f"{model.name!r} {why},\n"
+        f"so its step would run all rows at once, but micro_batch_size={size} was requested.\n"
+        "Use Keras's own step with layers that work row by row, or remove micro_batch_size."
     )
 
 
@@ -68,10 +68,9 @@ def needs_all_rows(layer: Any, size: int) -> UnsupportedModel:
     """Return the error for a batch norm that trains."""
     kind = type(layer).__name__
     return UnsupportedModel(
-        f"{layer.name!r} ({kind}) needs the rows of the whole batch at once, and "
-        f"micro_batch_size={size} gives it parts of them.\n"
-        "Use GroupNormalization or LayerNormalization, freeze it (trainable=False),\n"
-        "or leave out micro_batch_size."
+        f"{layer.name!r} ({kind}) needs all rows of the batch at once, but "
+        f"micro_batch_size={size} splits them.\nUse GroupNormalization or LayerNormalization, "
+        "freeze the layer (trainable=False),\nor remove micro_batch_size."
     )
 
 
@@ -83,17 +82,17 @@ def not_by_rows(what: str, why: str) -> UnsupportedModel:
         why: The operation, with its place.
     """
     return UnsupportedModel(
-        f"{what} is not known to work row by row, as micro_batch_size needs:\n{why}.\n"
-        "Write it row by row, or leave out micro_batch_size."
+        f"{what} is not known to work row by row, as micro_batch_size needs:\n{why}.\nChange it "
+        "so that each row is computed independently, or remove micro_batch_size."
     )
 
 
 def neither_sum_nor_mean(model: Any, why: str) -> UnsupportedModel:
     """Return the error for a term of `add_loss` that does not add up from parts."""
     return UnsupportedModel(
-        f"{model.name!r} adds a loss that is neither the sum nor the mean over its rows:\n{why}.\n"
-        "Compute it in compute_loss or in a loss function, which see all rows, or leave out "
-        "micro_batch_size."
+        f"{model.name!r} adds a loss that is neither the sum nor the mean over its rows:\n"
+        f"{why}.\nCompute it in compute_loss or in a loss function, which receive all rows, or "
+        "remove micro_batch_size."
     )
 
 
@@ -101,26 +100,25 @@ def adds_losses(layer: Any) -> UnsupportedModel:
     """Return the error for a term of `add_loss` whose rule of adding up parts is not known."""
     return UnsupportedModel(
         f"{in_words(layer)} adds a loss in its call, by add_loss or an activity regularizer.\n"
-        "On PyTorch it is not known how those of parts add up.\n"
-        "Compute it in compute_loss or in a loss function, set KERAS_BACKEND=jax, or leave out "
-        "micro_batch_size."
+        "On PyTorch, lockstep cannot add up such losses over micro-batches.\nCompute it in "
+        "compute_loss or in a loss function, set KERAS_BACKEND=jax, or remove micro_batch_size."
     )
 
 
 def draws_for_all_rows(layer: Any) -> UnsupportedModel:
     """Return the error for a layer that draws the numbers of one device from all rows."""
     return UnsupportedModel(
-        f"{in_words(layer)} draws random numbers in its call, and a part of the rows cannot\ndraw "
-        "those of one device. Leave out same_random_numbers, set KERAS_BACKEND=jax,\nor leave out "
-        "micro_batch_size."
+        f"{in_words(layer)} draws random numbers in its call. For a part of the rows, it\n"
+        "cannot draw the same numbers as one device. Remove same_random_numbers, set "
+        "KERAS_BACKEND=jax,\nor remove micro_batch_size."
     )
 
 
 def changes_by_rows(variable: Any) -> UnsupportedModel:
     """Return the error for a variable that changes in the call, by the rows of a batch."""
     return UnsupportedModel(
-        f"{variable.path!r} changes in the call of a layer, by the rows of the whole batch, and\n"
-        "micro_batch_size gives the layer parts of them. Leave out micro_batch_size."
+        f"{variable.path!r} is updated in the call of a layer from all rows of the batch, but\n"
+        "micro_batch_size splits the rows. Remove micro_batch_size."
     )
 
 
@@ -133,18 +131,18 @@ def changes_in_parts(model: Any, path: str | None) -> UnsupportedModel:
     """
     what = f"a variable or tensor outside of {model.name!r}" if path is None else repr(path)
     return UnsupportedModel(
-        f"{what} changes in the call of a layer or loss, which is called for each part of the "
-        "rows:\nwith micro_batch_size it would change once for each. Change it in a callback or "
-        "train_step,\nor leave out micro_batch_size."
+        f"{what} changes in the call of a layer or loss. With micro_batch_size, this call runs "
+        "once\nfor each micro-batch, so it would change several times. Change it in a callback "
+        "or train_step,\nor remove micro_batch_size."
     )
 
 
 def loss_keeps_state(name: str) -> UnsupportedModel:
     """Return the error for a row-wise loss that changes a variable, or draws with keras.random."""
     return UnsupportedModel(
-        f"The loss {name!r} is declared row-wise, and changes a variable or draws random numbers.\n"
-        "It is called for each part of the rows, and again in the backward pass.\n"
-        "Remove lockstep.rowwise from it, or leave out micro_batch_size."
+        f"The loss {name!r} is declared row-wise, but changes a variable or draws random "
+        "numbers.\nIt is called once for each micro-batch, and again in the backward pass.\n"
+        "Remove lockstep.rowwise from it, or remove micro_batch_size."
     )
 
 
@@ -163,17 +161,16 @@ def check_rows(model: Any) -> None:
 def is_stateful(layer: Any) -> UnsupportedModel:
     """Return the error for an RNN that keeps a state for each row."""
     return UnsupportedModel(
-        f"{layer.name!r} is stateful: it keeps a state for each row of a batch of a fixed size,\n"
-        "and micro_batch_size gives it parts of the rows. Make it stateless, or leave out "
-        "micro_batch_size."
+        f"{layer.name!r} is stateful: it keeps one state per row of a batch of fixed size,\n"
+        "but micro_batch_size splits the rows. Make it stateless, or remove micro_batch_size."
     )
 
 
 def has_fixed_rows(model: Any, rows: int) -> UnsupportedModel:
     """Return the error for a model that is built for one number of rows."""
     return UnsupportedModel(
-        f"{model.name!r} is built for batches of {rows} rows, and micro_batch_size gives it parts "
-        "of them.\nGive Input a shape instead of a batch_shape, or leave out micro_batch_size."
+        f"{model.name!r} is built for batches of {rows} rows, but micro_batch_size splits "
+        "them.\nPass shape instead of batch_shape to Input, or remove micro_batch_size."
     )
 
 
@@ -181,34 +178,34 @@ def fails_with_fewer_rows(model: Any, rows: int, error: BaseException) -> Unsupp
     """Return the error for a model that runs with all rows, and not with those of a part."""
     said = (str(error).strip().splitlines() or [""])[0][:160]
     return UnsupportedModel(
-        f"{model.name!r} runs with the rows of a batch, and fails with the {rows} of a part:\n"
-        f"{type(error).__name__}: {said}\n"
-        "Write no number of rows into a layer, or leave out micro_batch_size."
+        f"{model.name!r} works with a whole batch, but fails with the {rows} rows of a "
+        f"micro-batch:\n{type(error).__name__}: {said}\nDo not hard-code the number of rows in "
+        "a layer, or remove micro_batch_size."
     )
 
 
 def cannot_draw(model: Any, why: str) -> UnsupportedModel:
     """Return the error for random numbers that a part of the rows cannot draw by itself."""
     return UnsupportedModel(
-        f"{model.name!r}: {why},\nand a part of the rows cannot draw the numbers of its rows so.\n"
-        "Draw with keras.random.normal, uniform or dropout, or leave out micro_batch_size."
+        f"{model.name!r}: {why},\nso a micro-batch cannot draw the random numbers of its rows.\n"
+        "Draw with keras.random.normal, uniform or dropout, or remove micro_batch_size."
     )
 
 
 def has_no_rows(model: Any, shape: tuple[int, ...], rows: int) -> UnsupportedModel:
     """Return the error for an output whose rows are not those of the batch."""
     return UnsupportedModel(
-        f"{model.name!r} has an output of shape {shape} for {rows} rows, and its first dim is not "
-        "made of rows.\nLet each output have the rows first, or leave out micro_batch_size."
+        f"{model.name!r} has an output of shape {shape} for {rows} rows: its first dim is not "
+        "the rows.\nMake the rows the first dim of each output, or remove micro_batch_size."
     )
 
 
 def rows_differ(model: Any, size: int, what: str, distance: float) -> UnsupportedModel:
     """Return the error for rows that give other results in parts than at once."""
     return UnsupportedModel(
-        f"{model.name!r} gives other {what} for the first rows in two parts than at once "
-        f"({distance:.1e} apart), and micro_batch_size={size} needs the same.\n"
-        "Leave out micro_batch_size, and report the model: its operations looked row by row."
+        f"{model.name!r} gives different {what} if the first rows run in two parts "
+        f"({distance:.1e} apart), so micro_batch_size={size} would not be exact.\nRemove "
+        "micro_batch_size, and report this model: its operations seemed to work row by row."
     )
 
 

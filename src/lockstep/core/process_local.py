@@ -72,9 +72,9 @@ class ProcessLocal:
 
     def _elsewhere(self) -> UnusableData:
         return UnusableData(
-            f"{self!r} was given where an array or batches are expected. fit, evaluate and predict "
-            "take\nit, as their first argument or as validation_data. Elsewhere, such as in adapt, "
-            "give the data\nof all processes."
+            f"{self!r} was given where plain arrays or batches are expected. It is only valid "
+            "as the first argument\nof fit, evaluate and predict, and as validation_data. "
+            "Elsewhere, such as in adapt, pass\nthe data of all processes."
         )
 
     @property
@@ -144,9 +144,9 @@ def split_reading(data: Any) -> SplitReading:
     elif is_loader or _are_arrays(data):
         return SplitReading(data)
     raise UnusableData(
-        f"split_reading was given {what}, whose rows cannot be read one by one.\n"
-        "Give a DataLoader over a map-style data set, or arrays (x, y); or a shard of the data in "
-        "each\nprocess to lockstep.process_local."
+        f"split_reading was given {what}, whose rows cannot be read one by one.\nPass a "
+        "DataLoader over a map-style data set, or arrays (x, y). Or give each process a shard "
+        "of\nthe data, and use lockstep.process_local."
     )
 
 
@@ -191,14 +191,15 @@ def process_local(data: Any) -> ProcessLocal:
     """
     if isinstance(data, Iterator) and not is_generator(data) and not hasattr(data, "__len__"):
         raise UnusableData(
-            f"process_local was given a {type(data).__name__}, an iterator that is no generator.\n"
-            "Give it a generator, or a function that returns a new iterator for each pass."
+            f"process_local was given a {type(data).__name__}, an iterator that is not a "
+            "generator.\n"
+            "Pass a generator, or a function that returns a new iterator for each pass."
         )
     if not _may_be_data(data):
         what = repr(data) if isinstance(data, ProcessLocal) else shown(data)
         raise UnusableData(
-            f"process_local was given {what}, and data of this process were expected.\n"
-            "Give it a data set, a generator, an array or a tuple (x, y) of arrays."
+            f"process_local was given {what}, but the data of this process were expected.\n"
+            "Pass a data set, a generator, an array or a tuple (x, y) of arrays."
         )
     return ProcessLocal(data)
 
@@ -226,8 +227,8 @@ def check_beside(data: Any, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if isinstance(value, ProcessLocal) and name != "validation_data":
             raise UnusableData(
-                f"{name}={value!r} was given, and the rows of a process are wrapped together.\n"
-                "Give process_local((x, y, sample_weight)) as the first argument."
+                f"{name}={value!r} was given, but all arrays of a process must be wrapped "
+                "together.\nPass process_local((x, y, sample_weight)) as the first argument."
             )
     if not isinstance(data, ProcessLocal):
         return
@@ -235,13 +236,13 @@ def check_beside(data: Any, given: dict[str, Any]) -> None:
     found += ["validation_split"] if given.get("validation_split") else []
     if found:
         remedy = (
-            "Split the rows of each process first, and give validation_data=process_local(...)."
+            "Split the rows of each process first, and pass validation_data=process_local(...)."
             if found == ["validation_split"]
             else "Wrap all of them: process_local((x, y, sample_weight))."
         )
         raise UnusableData(
-            f"{', '.join(found)} was given beside {data!r}, whose rows would not fit to it.\n"
-            f"{remedy}"
+            f"{', '.join(found)} was given together with {data!r}, but its rows would not "
+            f"match.\n{remedy}"
         )
 
 
@@ -254,8 +255,9 @@ def check_wrapped_together(data: Any) -> None:
     parts = list(data.values()) if isinstance(data, dict) else data
     if isinstance(parts, list | tuple) and any(isinstance(part, ProcessLocal) for part in parts):
         raise UnusableData(
-            f"A {type(data).__name__} of process_local was given, and the rows of a process are "
-            "wrapped together.\nGive process_local((x, y, sample_weight)) as the first argument."
+            f"A {type(data).__name__} of process_local was given, but all arrays of a process "
+            "must be wrapped together.\n"
+            "Pass process_local((x, y, sample_weight)) as the first argument."
         )
 
 

@@ -18,7 +18,7 @@ _IN_WORDS = {
     GATHER: "to gather {} bytes",
     SUM: "to sum {} bytes",
     BROADCAST: "to broadcast {} bytes",
-    COMPARE: "to compare its next exchange",
+    COMPARE: "to compare its next collective",
 }
 _EACH = 3
 """Numbers of one rank: how often it has waited, for what, and the bytes of an exchange."""

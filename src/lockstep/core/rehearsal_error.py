@@ -21,15 +21,14 @@ def rehearsal_too_late(
     names = f"{len(here)}: {names_in_words([device.name for device in here])}"
     if by_environment:
         return RehearsalTooLate(
-            f"LOCKSTEP_REHEARSE={asked} is set, and {framework} had started with {names}.\n"
-            "Devices are fixed at the first operation, and lockstep reads the variable when it is "
-            "imported.\n"
-            "Put `import lockstep` before the first Keras operation: any layer, tensor or model."
+            f"LOCKSTEP_REHEARSE={asked} is set, but {framework} had already started with "
+            f"{names}.\nDevices are fixed at the first operation, and lockstep reads the "
+            "variable when it is imported.\nPut `import lockstep` before the first Keras "
+            "operation: any layer, tensor or model."
         )
     return RehearsalTooLate(
-        f"A rehearsal on {asked} virtual CPU devices was asked for, and {framework} has started "
-        f"with {names}.\n"
-        "Devices are fixed at the first operation. Set "
+        f"A rehearsal on {asked} virtual CPU devices was requested, but {framework} has already "
+        f"started with {names}.\nDevices are fixed at the first operation. Set "
         f"LOCKSTEP_REHEARSE={asked} before Python starts\n(or call "
         f"lockstep.rehearse(devices={asked}) before the first Keras operation)."
     )

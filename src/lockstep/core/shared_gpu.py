@@ -53,19 +53,19 @@ def check_one_gpu(shares: int, gpus: int, tpus: int = 0) -> None:
         return
     if tpus:
         raise DeviceError(
-            f"{SHARE_GPU}={shares} was set, and the devices here are TPUs, of which none is known "
-            "to be several devices.\n"
-            f"Leave the variable out to train on {counted(tpus, 'TPU')}, or set "
-            f"LOCKSTEP_REHEARSE={shares}\nto rehearse on virtual CPU devices."
+            f"{SHARE_GPU}={shares} was set, but the devices are TPUs, and lockstep cannot "
+            "divide a TPU into several devices.\nUnset the variable to train on "
+            f"{counted(tpus, 'TPU')}, or set LOCKSTEP_REHEARSE={shares}\nto rehearse on virtual "
+            "CPU devices."
         )
     remedy = (
-        "Set CUDA_VISIBLE_DEVICES to one of them, or leave the variable out to train on all."
+        "Set CUDA_VISIBLE_DEVICES to one of them, or unset the variable to train on all."
         if gpus
         else f"To rehearse on virtual CPU devices, set LOCKSTEP_REHEARSE={shares}."
     )
     raise DeviceError(
-        f"{SHARE_GPU}={shares} was set, which makes {counted(shares, 'device')} of one GPU, and "
-        f"{counted(gpus, 'GPU')} {'is' if gpus == 1 else 'are'} here.\n{remedy}"
+        f"{SHARE_GPU}={shares} was set, which makes {counted(shares, 'device')} out of one GPU, "
+        f"but {counted(gpus, 'GPU')} {'is' if gpus == 1 else 'are'} visible.\n{remedy}"
     )
 
 
@@ -82,8 +82,8 @@ def let_ranks_share(environ: MutableMapping[str, str], version: Version | None) 
     problem = cannot_share(version)
     if problem:
         raise UnsupportedBackend(
-            f"{SHARE_GPU}={environ[SHARE_GPU]} was set, and {problem}.\n"
-            "Install a newer one: pip install --upgrade nvidia-nccl-cu12 (or -cu13, as your CUDA)."
+            f"{SHARE_GPU}={environ[SHARE_GPU]} was set, but {problem}.\nInstall a newer "
+            "version: pip install --upgrade nvidia-nccl-cu12 (or -cu13, as your CUDA)."
         )
     environ.setdefault(_SEVERAL_RANKS, "1")
 
@@ -92,9 +92,9 @@ def cannot_share(version: Version | None) -> str:
     """Return why ranks cannot share a GPU with this version of NCCL, `""` if they can."""
     needed = ".".join(map(str, OLDEST_NCCL))
     if version is None:
-        return f"no NCCL was found, of which {needed} is needed"
+        return f"NCCL was not found, and version {needed} or later is needed"
     if version < OLDEST_NCCL:
-        return f"NCCL {'.'.join(map(str, version))} is here, and {needed} is needed"
+        return f"NCCL {'.'.join(map(str, version))} is installed, but {needed} or later is needed"
     return ""
 
 

@@ -106,7 +106,7 @@ def _register(dispatcher: Any, others: dict[type, Any]) -> None:
 
 def _reduced_lock(item: Any) -> Any:
     if not item.acquire(blocking=False):
-        raise pickle.PicklingError("a lock that is held is of one process")
+        raise pickle.PicklingError("a held lock belongs to one process")
     item.release()
     return (_thread.allocate_lock if type(item) is _LOCK else _thread.RLock), ()
 

@@ -40,8 +40,8 @@ def check_oldest(framework: str, version: str) -> None:
     oldest = TRIED[framework].oldest
     if _numbers(version) < _numbers(oldest):
         raise UnsupportedFramework(
-            f"{framework} {version} is installed, and lockstep needs {framework}>={oldest}:\n"
-            f"it reads what older versions do not tell.\n"
+            f"{framework} {version} is installed, but lockstep needs {framework}>={oldest}:\n"
+            "older versions lack internal functions that it uses.\n"
             f'Run pip install --upgrade "{framework}>={oldest}"'
         )
 
@@ -58,8 +58,8 @@ def untried(framework: str, version: str) -> str | None:
     if known is None or _numbers(version) <= _numbers(known.newest):
         return None
     return (
-        f"{framework} {version} is newer than any that lockstep was tried with ({known.newest}); "
-        "lockstep verify checks your model"
+        f"{framework} {version} is newer than the versions lockstep was tested with (up to "
+        f"{known.newest}); lockstep verify checks your model"
     )
 
 
@@ -81,9 +81,8 @@ def mixed_tensorflow() -> str | None:
     both = " and ".join(f"{name} {version}" for name, version in found.items())
     newest = max(found.values(), key=_numbers)
     return (
-        f"{both} are both installed, and write over each other's files.\n"
-        "Run pip uninstall -y tensorflow tensorflow-cpu && pip install "
-        f"tensorflow=={newest}"
+        f"{both} are both installed, and overwrite each other's files.\n"
+        f"Run pip uninstall -y tensorflow tensorflow-cpu && pip install tensorflow=={newest}"
     )
 
 

@@ -30,7 +30,7 @@ def current_engine() -> "Engine":
 
         return TorchEngine()
     raise UnsupportedBackend(
-        f"Keras runs on {backend!r}, and lockstep has engines for 'jax', 'tensorflow' and 'torch' "
-        "so far;\na .keras file moves between backends. Set KERAS_BACKEND=jax before Keras is "
-        "imported."
+        f"Keras runs on {backend!r}, but lockstep supports only 'jax', 'tensorflow' and "
+        "'torch'.\nA .keras file can be loaded on any backend. Set KERAS_BACKEND=jax before "
+        "Keras is imported."
     )

@@ -23,8 +23,9 @@ def check_version(version: str) -> None:
     """
     if not _numbers(OLDEST) <= _numbers(version) < _numbers(FIRST_UNKNOWN):
         raise UnsupportedKeras(
-            f"Keras {version} is installed, and lockstep needs keras>={OLDEST},<{FIRST_UNKNOWN}:\n"
-            f"it uses private parts of Keras, which were checked in these versions.\n{_REMEDY}"
+            f"Keras {version} is installed, but lockstep needs "
+            f"keras>={OLDEST},<{FIRST_UNKNOWN}:\nit uses private Keras functions, which were "
+            f"tested only with these versions.\n{_REMEDY}"
         )
 
 
@@ -34,8 +35,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _missing(what: str) -> UnsupportedKeras:
     return UnsupportedKeras(
-        f"Keras {keras.__version__} has no {what}, which lockstep needs:\n"
-        f"it is a private part of Keras {OLDEST}, and may change in any version.\n{_REMEDY}"
+        f"Keras {keras.__version__} has no {what}, which lockstep needs:\nthis is private in "
+        f"Keras {OLDEST}, and may change in any version.\n{_REMEDY}"
     )
 
 

@@ -191,11 +191,11 @@ def _wait(started: _Attempt, watch: ProgressWatch, stops: list[int]) -> None:
             asked_at = now
             for rank in started.ranks:
                 rank.send(signal.SIGTERM)
-            print_line("asked the script to save and stop; Ctrl-C again ends it at once")
+            print_line("asked the script to save and stop; press Ctrl-C again to kill it")
         if first_failed and now > first_failed + _OTHERS_END_WITHIN:
             return
         if asked_at and now > asked_at + _STOP_WITHIN:
-            print_line(f"still running {_STOP_WITHIN:.0f} s after the signal: ended")
+            print_line(f"still running {_STOP_WITHIN:.0f} s after the signal: killed")
             return
         if asked_at and not still_running and now > asked_at + _STILL_RUNNING:
             still_running = True
@@ -216,8 +216,8 @@ def _tell(cause: Failure, started: _Attempt) -> None:
     lines = started.ranks[cause.rank].last_lines()
     if any(_ASKS_FOR_GROUP in line for line in (str(cause), *lines)):
         print_line(
-            "a DistributedSampler asked for that: leave it out. Each process reads all rows, in "
-            "batches of the global size, and DataLoader(..., shuffle=True) shuffles"
+            "a DistributedSampler needs a process group: remove the sampler. Each process reads "
+            "all rows, in batches of the global size, and DataLoader(..., shuffle=True) shuffles"
         )
     if cause.rank and lines:  # those of process 0 have just been printed plain
         print_line("its last lines:")
@@ -231,6 +231,6 @@ def _note_script_without_distribute(started: _Attempt, script: str) -> None:
     alone = not any(rank.status().distributed for rank in started.ranks)
     if alone and len(started.ranks) > 1:
         print_line(
-            f"note: {Path(script).name} never called lockstep.distribute, so {len(started.ranks)} "
-            "processes did the same work, each alone"
+            f"note: {Path(script).name} never called lockstep.distribute, so "
+            f"{len(started.ranks)} processes did the same work independently"
         )

@@ -86,9 +86,10 @@ class ProgressWatch:
         )
         for rank in running:
             status, since = self._seen[rank.number]
-            words = "; it was stopped by a signal" if stopped[rank.number] else ""
+            words = "; it was suspended by a signal" if stopped[rank.number] else ""
             print_line(
-                f"process {rank.number} stands in {status}, since {now - since:.0f} s{words}"
+                f"process {rank.number} has made no progress in {status} for {now - since:.0f} "
+                f"s{words}"
             )
         print_line("the Python stacks of the processes:")
         for rank in running:
@@ -96,6 +97,8 @@ class ProgressWatch:
             if not stopped[rank.number] and rank.reports:
                 rank.send(DUMP_STACKS)
         status, since = self._seen[slowest.number]
-        text = f"stood still in {status} for {now - since:.0f} s"
-        found = Status(failure=f"{text}, stopped by a signal" if stopped[slowest.number] else text)
+        text = f"made no progress in {status} for {now - since:.0f} s"
+        found = Status(
+            failure=f"{text}, suspended by a signal" if stopped[slowest.number] else text
+        )
         self.hanging = Failure(slowest.number, _HANGING, time.time(), found)

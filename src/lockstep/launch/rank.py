@@ -105,7 +105,7 @@ class Failure:
         """Return how the process ended, in words."""
         if self.code is not None and self.code < 0:
             name = signal.Signals(-self.code).name
-            memory = ", as Linux does when memory runs out" if name == "SIGKILL" else ""
+            memory = ", which Linux sends when memory runs out" if name == "SIGKILL" else ""
             return f"ended by {name}{memory}"
         if self.status.failure is not None:
             return self.status.failure

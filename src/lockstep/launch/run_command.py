@@ -15,24 +15,32 @@ _WHOLE = click.IntRange(min=1)
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
-@click.option("--processes", default=1, show_default=True, type=_WHOLE, help="Of the script.")
+@click.option(
+    "--processes", default=1, show_default=True, type=_WHOLE, help=("Number of processes to start.")
+)
 @click.option(
     "--devices-per-process",
     type=_WHOLE,
-    help="An equal share of the GPUs if left out. Without a GPU: virtual CPU devices.",
+    help=(
+        "Devices of each process. The default is an equal share of the GPUs. Without a GPU: "
+        "virtual CPU devices."
+    ),
 )
 @click.option(
     "--restarts",
     default=0,
     show_default=True,
     type=click.IntRange(min=0),
-    help="After a failure. A script with lockstep.Checkpoint goes on where it was.",
+    help=(
+        "Number of restarts after a failure. A script with lockstep.Checkpoint resumes where it "
+        "was."
+    ),
 )
 @click.option(
     "--hang-timeout",
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds after which a process without progress in a call of a model counts as failed.  "
-    "[default: never]",
+    help="A process that makes no progress in a call such as fit for this many seconds counts "
+    "as failed.  [default: never]",
 )
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -46,29 +54,29 @@ def run_command(
 ) -> None:
     """Run a script in several processes of this machine.
 
-    In the script, lockstep.distribute joins the processes by itself. Process 0 prints as without
-    a launcher. The exit status is that of the process that failed first.
+    In the script, lockstep.distribute connects the processes. Process 0
+    prints the same as without a launcher. The exit status is that of the process that failed first.
 
-    Slurm, Kubernetes, Ray Train and torchrun start the script without this command.
+    Slurm, Kubernetes, Ray Train and torchrun start the script directly, without
+    this command.
 
     Example: lockstep run --processes 4 --restarts 3 train.py --epochs 20
     """
     if not script.is_file():
         raise LaunchError(
-            f"{script} was to be run, and there is no such file in {Path.cwd()}.\n"
-            "Name a Python script."
+            f"There is no script {script} in {Path.cwd()}.\nName an existing Python script."
         )
     place = find_place(os.environ)
     if place.size > 1:
         raise LaunchError(
-            f"lockstep run was itself started as {place}, and it starts all processes of a "
-            "machine.\nStart the script without lockstep run. If nothing else starts processes "
-            f"here, unset {', '.join(place.variables)}."
+            f"lockstep run was itself started as {place}, but it must start all processes of a "
+            "machine.\nStart the script without lockstep run. If no other launcher is used, "
+            f"unset {', '.join(place.variables)}."
         )
     if os.name == "nt":
         raise LaunchError(
-            "lockstep run starts processes on Linux and macOS so far, and this is Windows.\n"
-            "Use it under WSL, or start the script itself."
+            "lockstep run supports Linux and macOS, but not Windows.\n"
+            "Use it under WSL, or start the script directly."
         )
     from lockstep.launch.local_run import run_here
 

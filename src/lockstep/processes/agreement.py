@@ -142,13 +142,14 @@ def check_course(given: dict[str, Any], saves: bool) -> None:
     for what, one, other in zip(_GIVEN, least, greatest, strict=False):
         if one != other:
             raise ProcessesDisagree(
-                f"Process {has} was given {what} for its fit, and process {without} none: they "
-                "would wait for\none another for ever. Give every process the same."
+                f"Process {has} was given {what} for its fit, but process {without} none: they "
+                "would wait for\neach other forever. Pass the same arguments in every process."
             )
     if least[2] != greatest[2]:
         raise ProcessesDisagree(
-            f"Process {has} was given validation_freq={greatest[2]}, and process {without} "
-            f"{least[2]}: they would\nwait for one another for ever. Give every process the same."
+            f"Process {has} was given validation_freq={greatest[2]}, but process {without} "
+            f"{least[2]}: they would\n"
+            "wait for each other forever. Pass the same value in every process."
         )
 
 
@@ -167,44 +168,44 @@ def _compare(least: Word, greatest: Word) -> None:
     )
     if least[:3] == greatest[:3]:
         raise ProcessesDisagree(
-            f"Process {other} has assigned other values to variables than process {first}, or at "
-            "another time: their copies would stay apart.\n"
-            "Let every process assign alike (a learning rate, weights out of a file that all of "
-            "them see),\nand go back to a file of before."
+            f"Process {other} has assigned different values to variables than process {first}, "
+            "or at a different time: their copies would differ.\nAssign the same values in "
+            "every process (a learning rate, or weights from a shared file),\nand go back to an "
+            "earlier file."
         )
     if least[0] == greatest[0] == _COMPARES:
         raise ProcessesDisagree(
-            f"Among the {counted(taken, 'batch')} of this epoch, process {other} had another one "
-            f"than process {first}, in {CALLS.data}:\nwhat was computed is not what one device "
-            "gives. Give every process the same data in the same order\n(seed what draws it); "
-            "after a fit, go back to a file of the epoch before."
+            f"In one of the {counted(taken, 'batch')} of this epoch, process {other} had "
+            f"different rows than process {first}, in {CALLS.data}:\nthe results differ from "
+            "one device. Give every process the same data in the same order\n(seed the order). "
+            "After a fit, go back to a file of the previous epoch."
         )
     if least[0] == greatest[0] == _WHOLE:
         raise ProcessesDisagree(
-            f"Process {other} has another batch than process {first} in {CALLS.data}: each would "
-            "compute on rows of its own.\n"
-            "Give every process the same data in the same order (seed what draws it), and the "
-            "global batch size:\neach process places the rows of its own devices."
+            f"Process {other} has a different batch than process {first} in {CALLS.data}: each "
+            "would compute on its own rows.\nGive every process the same data in the same order "
+            "(seed the order), and the global batch size:\nlockstep gives each device its rows."
         )
     if least[:2] == greatest[:2] and least[0] == _GOES_ON:
         raise ProcessesDisagree(
-            f"Process {other} has other shapes or types in batch {taken} of its epoch, or one "
-            f"before, than process {first},\nin {CALLS.data}: they would run different programs.\n"
-            "Give every process the same data in the same order (seed what draws it)."
+            f"Process {other} has different shapes or types than process {first} in batch "
+            f"{taken} of its epoch, or in an earlier one,\n"
+            f"in {CALLS.data}: they would run different programs.\n"
+            "Give every process the same data in the same order (seed the order)."
         )
     if least[0] == greatest[0] == _BEGINS:
         _compare_steps(least, greatest)
         raise ProcessesDisagree(
-            f"Process {other} has another first batch, or another number of batches or rows, than "
-            f"process {first},\nin {CALLS.data}: rows would be lost or trained on twice.\n"
-            "Give every process the same data in the same order (seed what draws it), and the "
-            "global batch size."
+            f"Process {other} has a different first batch, or a different number of batches or "
+            f"rows, than process {first},\nin {CALLS.data}: rows would be skipped or trained on "
+            "twice.\nGive every process the same data in the same order (seed the order), and "
+            "the global batch size."
         )
     raise ProcessesDisagree(
-        f"Process {fewer} ends after {counted(taken, 'batch')}, and process {more} goes on: a step "
-        f"needs every process.\nIt is {CALLS.data}. Give every process the same; "
-        f"{CALLS.steps_argument} ends it alike where some have more.\n"
-        "The weights are those after the last step of all."
+        f"Process {fewer} ends after {counted(taken, 'batch')}, but process {more} has more, "
+        f"and a step needs every process.\nThis is {CALLS.data}. Give every process the same "
+        f"number of batches, or limit it with {CALLS.steps_argument}.\nThe weights are those "
+        "after the last common step."
     )
 
 
@@ -215,8 +216,9 @@ def _compare_steps(least: Word, greatest: Word) -> None:
     if one != another:
         name = CALLS.steps_argument
         raise ProcessesDisagree(
-            f"Process {other} was given {name}={another}, and process {first} {name}={one}, for "
-            f"{CALLS.data}.\nThey would wait for one another for ever. Give every process the same."
+            f"Process {other} was given {name}={another}, but process {first} {name}={one}, for "
+            f"{CALLS.data}.\n"
+            "They would wait for each other forever. Pass the same value in every process."
         )
 
 

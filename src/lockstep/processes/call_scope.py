@@ -144,15 +144,15 @@ class Calls:
         me, name = current().rank, self.name
         if how == _ENDED:
             return ProcessesDisagree(
-                f"Process {by} has come to the end of its {name}, and process {me} goes on: a step "
-                "needs every process.\n"
-                "Let every process stop after the same step or epoch (by the logs, say, and not "
-                "by a clock).\nThe weights are those after the last step of all."
+                f"Process {by} has finished its {name}, but process {me} continues, and a step "
+                "needs every process.\nStop every process after the same step or epoch (decide "
+                "from the logs, not from a clock).\nThe weights are those after the last common "
+                "step."
             )
         found = ProcessesDisagree(
-            f"Process {by} left its {name} by an error or an interrupt, and process {me} goes on: "
-            "a step needs every process.\n"
-            f"See what process {by} says; the weights here are those after the last step of all."
+            f"Process {by} left its {name} with an error or an interrupt, but process {me} "
+            "continues, and a step needs every process.\n"
+            f"See the output of process {by}. The weights are those after the last common step."
         )
         found.left_by = by  # passed on to processes that wait for this one
         return found
@@ -176,8 +176,8 @@ def other_data_error(one: tuple[int, str], other: tuple[int, str]) -> ProcessesD
         other: Another process, and its way.
     """
     return ProcessesDisagree(
-        f"Process {one[0]} was given {one[1]}, and process {other[0]} {other[1]}:\n"
-        "they would not bring the rows of one batch. Give every process its data in the same way."
+        f"Process {one[0]} was given {one[1]}, but process {other[0]} {other[1]}:\n"
+        "they would not form one batch. Pass the data in the same way in every process."
     )
 
 

@@ -147,9 +147,9 @@ def lost_connection_error() -> ProcessesDisagree:
                 return left
         time.sleep(_TURN / _SECOND)
     return ProcessesDisagree(
-        f"Process {me} has lost another process in a step of its {CALLS.name}, which has ended, is "
-        "stopped,\nor makes other calls. See what the other processes say. The weights are those "
-        "after the last step of all."
+        f"Process {me} has lost contact with another process in a step of its {CALLS.name}. "
+        "That process has ended, is suspended,\nor makes different calls. See the output of the "
+        "other processes. The weights are those after the last common step."
     )
 
 
@@ -186,7 +186,7 @@ def _waited_for(places: list[str], process: int) -> str:
             printed = True
             print(
                 f"lockstep: process {current().rank} has waited for process {process} in "
-                f"{CALLS.name} for {waited:.0f} seconds; every process has to call it",
+                f"{CALLS.name} for {waited:.0f} seconds; every process must make this call",
                 file=sys.stderr,
                 flush=True,
             )
@@ -208,18 +208,18 @@ def patience() -> float:
         seconds = 0.0
     if not seconds > 0:
         raise ProcessesDisagree(
-            f"{_PATIENCE}={text!r} is set, and a positive number of seconds was expected.\n"
-            f"Unset it for {_DEFAULT_PATIENCE:g} seconds."
+            f"{_PATIENCE}={text!r} is set, but a positive number of seconds was expected.\n"
+            f"Unset it to use the default of {_DEFAULT_PATIENCE:g} seconds."
         )
     return seconds
 
 
 def _no_answer(process: int, seconds: float) -> ProcessesDisagree:
     return ProcessesDisagree(
-        f"Process {current().rank} has waited {seconds:.0f} seconds in {CALLS.name} for "
-        f"process {process}, which has ended, is stopped, or makes other calls.\n"
-        "Let every process make the same calls in the same order, with the same callbacks, or wait "
-        f"longer with\n{_PATIENCE}=seconds. The weights are those after the last step of all."
+        f"Process {current().rank} has waited {seconds:.0f} seconds in {CALLS.name} for process "
+        f"{process}, which has ended, is suspended, or makes different calls.\nMake the same "
+        "calls in the same order, with the same callbacks, in every process. Or wait longer "
+        f"with\n{_PATIENCE}=seconds. The weights are those after the last common step."
     )
 
 

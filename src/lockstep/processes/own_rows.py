@@ -35,8 +35,8 @@ def share_of_batch(batch_size: int, rank: int, size: int) -> int:
     """
     if batch_size < size:
         raise UnusableData(
-            f"batch_size={batch_size} was asked for, and it is that of the global batch: {size} "
-            f"processes bring rows.\nGive at least {size}."
+            f"batch_size={batch_size} was requested, but the global batch needs at least one "
+            f"row from each of {size} processes.\nPass at least {size}."
         )
     return batch_size // size + (rank < batch_size % size)
 
@@ -78,14 +78,16 @@ class Passes(DataAdapter):  # type: ignore[misc]  # Keras has no types
         made = self._data()
         if not any(hasattr(made, name) for name in ("__iter__", "__getitem__")):
             raise UnusableData(
-                f"process_local was given a function that returned {shown(made)}, and the batches "
-                "of a pass were\nexpected. Return an iterator of tuples, such as a new generator."
+                f"process_local was given a function that returned {shown(made)}, but the "
+                "batches of one pass were\n"
+                "expected. Return an iterator of tuples, such as a new generator."
             )
         # A list or a data set begins anew in each pass; an iterator goes on.
         if isinstance(made, Iterator) and made is self._last:
             raise UnusableData(
-                f"process_local was given a function that returned the same {type(made).__name__} "
-                "twice: batches\nwould be lost. Return a new iterator for each pass."
+                "process_local was given a function that returned the same "
+                f"{type(made).__name__} twice,\n"
+                "so batches would be lost. Return a new iterator for each pass."
             )
         self._last = made
         return made
@@ -98,9 +100,9 @@ class Passes(DataAdapter):  # type: ignore[misc]  # Keras has no types
             return None  # Keras refuses a generator without a batch
         if not isinstance(first[0], tuple):
             raise UnusableData(
-                f"process_local was given data that yield a {type(first[0]).__name__}, and tuples "
-                "were expected.\nYield a batch as (x,), (x, y) or (x, y, sample_weight). Give "
-                "arrays without a function."
+                f"process_local was given data that yield a {type(first[0]).__name__}, but "
+                "tuples were expected.\nYield each batch as (x,), (x, y) or (x, y, "
+                "sample_weight). To pass arrays, do not use a function."
             )
         adapter = GeneratorDataAdapter(iter(first))
         adapter.generator = lambda: itertools.chain(first, batches)
@@ -189,9 +191,9 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
         for rank, each in found:
             if each != found[0][1]:
                 raise ProcessesDisagree(
-                    f"Process {rank} was given batch_size={each or None}, and process "
-                    f"{found[0][0]} batch_size={found[0][1] or None}: it is that\nof the global "
-                    "batch. Give every process the same."
+                    f"Process {rank} was given batch_size={each or None}, but process "
+                    f"{found[0][0]} batch_size={found[0][1] or None}. It is the size\n"
+                    "of the global batch. Pass the same value in every process."
                 )
 
     def get_numpy_iterator(self) -> Iterator[Any]:
@@ -219,8 +221,8 @@ class OwnRows(DataAdapter):  # type: ignore[misc]
                 self._rows.close()
                 if not self._has_rows:
                     raise UnusableData(
-                        "The data of process_local have no batch in any process, and at least 1 is "
-                        "needed.\nCheck the files or rows that the processes were given."
+                        "The data of process_local have no batch in any process, but at least "
+                        "one is needed.\nCheck the files or rows of the processes."
                     )
                 return
             self._has_rows = self.is_used = True
@@ -379,9 +381,9 @@ def check_class_weight(given: dict[str, Any]) -> None:
     """Raise if weights of classes are given, of which Keras takes none with a generator."""
     if given.get("class_weight") is not None:
         raise UnusableData(
-            "class_weight was given, and these data take none: a generator, a function, or rows "
-            "that are\nread by all processes together.\n"
-            "Yield sample weights: (x, y, sample_weight)."
+            "class_weight was given, but it is not supported for this data: a generator, a "
+            "function, or rows\nfrom lockstep.split_reading.\nYield sample weights: (x, y, "
+            "sample_weight)."
         )
 
 
@@ -397,10 +399,10 @@ def _check_sampler(loader: Any) -> None:
     rows, replicas = len(sampler.dataset), sampler.num_replicas
     if sampler.total_size > rows:
         raise UnusableData(
-            f"The DistributedSampler has {rows} rows for {replicas} processes, and repeats "
+            f"The DistributedSampler has {rows} rows for {replicas} processes, so it repeats "
             f"{sampler.total_size - rows} of them, which would count twice.\n"
-            "Give the DataLoader torch.utils.data.Subset(dataset, range(rank, len(dataset), size)) "
-            "in its place."
+            "Pass the DataLoader torch.utils.data.Subset(dataset, range(rank, len(dataset), "
+            "size)) instead."
         )
 
 

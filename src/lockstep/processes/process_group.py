@@ -91,11 +91,10 @@ def check_alike(values: list[Any]) -> None:
     least, greatest = once(word)
     if least[:3] != greatest[:3]:
         raise ProcessesDisagree(
-            f"Process {greatest[3]} brings {counted(greatest[0], 'variable')} with "
-            f"{counted(greatest[1], 'number')}, and process {least[3]} brings "
-            f"{least[0]} with {least[1]}, or of other shapes or types:\n"
-            "they would not train one model. Give every process the same layers, metrics and "
-            "optimizer."
+            f"Process {greatest[3]} has {counted(greatest[0], 'variable')} with "
+            f"{counted(greatest[1], 'number')}, but process {least[3]} has {least[0]} with "
+            f"{least[1]}, or with different shapes or types:\nthey would not train the same "
+            "model. Use the same layers, metrics and optimizer in every process."
         )
 
 
@@ -130,9 +129,9 @@ def check_same_run(found: str | None) -> None:
     _, (CALLS.steps,) = once([CALLS.steps])  # the counts may differ after an error
     if least != greatest:
         raise ProcessesDisagree(
-            f"One process would go on from the checkpoint {least}, and another one from "
-            f"{greatest}:\nthey do not see the same folder. Give lockstep.Checkpoint one that all "
-            "of them share."
+            f"One process would resume from the checkpoint {least}, but another from "
+            f"{greatest}:\nthey do not see the same folder. Pass a folder that all processes "
+            "share to lockstep.Checkpoint."
         )
 
 
@@ -195,8 +194,8 @@ def check_reads(given: Any) -> None:
             what = "TensorBoard with histograms" if histograms else "BackupAndRestore"
             remedy = "Leave histogram_freq out." if histograms else "Use lockstep.Checkpoint."
             raise UnsupportedModel(
-                f"{what} was given, and each of several processes has a part of the variables.\n"
-                f"Only the first process runs it, so it cannot read them. {remedy}"
+                f"{what} was given, but the variables are sharded across several processes.\n"
+                f"Only the first process runs it, so it cannot read all of them. {remedy}"
             )
 
 
@@ -209,7 +208,7 @@ def check_orbax(given: Any) -> None:
     orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # absent in older Keras
     if any(isinstance(each, orbax) for each in callbacks_in(given)):
         raise UnsupportedModel(
-            "OrbaxCheckpoint was given, and several processes train the model, each of which has "
-            "it\nfor itself between steps: Orbax does not write such arrays. Use "
-            "lockstep.Checkpoint instead."
+            "OrbaxCheckpoint was given, but several processes train the model, and between "
+            "steps each holds its own\n"
+            "arrays, which Orbax does not write. Use lockstep.Checkpoint instead."
         )

@@ -25,8 +25,8 @@ def agree_on_variable(number: int, does: str = "reads") -> None:
     least, greatest = _agreed(number, does)
     if not {least, greatest} <= {number, _FOLLOWS}:
         raise ProcessesDisagree(
-            "Two processes read different variables, of which each process has a part.\n"
-            "Let every process read the same variables, in the same order."
+            "Two processes read different sharded variables.\n"
+            "Read the same variables in the same order in every process."
         )
 
 
@@ -44,10 +44,9 @@ def _agreed(number: int, does: str = "reads") -> tuple[int, int]:
         if error.left_by is not None:
             raise
         raise ProcessesDisagree(
-            f"Process {current().rank} {does} a variable, of which each process has a part, and "
-            "another one does not.\nLet every process do so, or save the model, at the same point "
-            "of the script.\nA process waits for the others as long as LOCKSTEP_PATIENCE says, in "
-            "seconds."
+            f"Process {current().rank} {does} a sharded variable, but another process does "
+            "not.\nDo this, or save the model, in every process at the same point of the "
+            "script.\nLOCKSTEP_PATIENCE sets how many seconds a process waits for the others."
         ) from error
     return least, greatest
 

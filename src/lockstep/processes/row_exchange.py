@@ -81,21 +81,23 @@ def _described(part: Any, arrays: list[np.ndarray]) -> Any:
     part = current().rows_here(part)
     if isinstance(part, tuple | list) or not hasattr(part, "__array__"):
         raise UnusableData(
-            f"A batch has a {type(part).__name__} in it, and the rows of several processes are "
-            "joined as arrays.\nLet the data yield dense arrays in tuples, lists and dicts."
+            f"A batch contains a {type(part).__name__}, but only arrays can be joined across "
+            "processes.\nYield dense arrays in tuples, lists and dicts."
         )
     array = current().to_host(part)
     if isinstance(array, np.ma.MaskedArray) or array.dtype.hasobject or array.dtype.kind in "USMm":
         raise UnusableData(
-            f"A batch has an array of type {array.dtype}, and the rows of several processes are "
-            "joined as numbers.\nLet the data yield numbers, such as the result of a "
-            "StringLookup or TextVectorization in its map."
+            f"A batch has an array of type {array.dtype}, but only numbers can be joined across "
+            "processes.\nYield numbers, for example from a StringLookup or TextVectorization in "
+            "a map of the data."
         )
     if array.ndim == 0 or (arrays and len(array) != len(arrays[0])):
-        sizes = f"of shape {array.shape}" + (f" beside {len(arrays[0])} rows" if arrays else "")
+        sizes = f"of shape {array.shape}" + (
+            f" next to arrays of {len(arrays[0])} rows" if arrays else ""
+        )
         raise UnusableData(
-            f"A batch has an array {sizes}, and its rows belong to one process each.\n"
-            "Give every array of a batch as many rows."
+            f"A batch has an array {sizes}, so it cannot be joined by rows across processes.\n"
+            "Use the same number of rows in every array of a batch."
         )
     if not array.dtype.isnative:  # its bytes travel, and have no order of their own
         array = array.astype(array.dtype.newbyteorder("="))
@@ -240,9 +242,9 @@ class RowExchange:
         for rank, (*_, theirs) in enumerate(words):
             if theirs != words[0][-1]:
                 raise ProcessesDisagree(
-                    f"Process {rank} draws other rows, or in another order, than process 0: rows "
-                    "would be lost or trained on twice.\nGive every process the same data set, and "
-                    "seed what draws the order."
+                    f"Process {rank} draws different rows than process 0, or in a different "
+                    "order: rows would be skipped or trained on twice.\n"
+                    "Use the same data set in every process, and seed the order."
                 )
         if all(not each for _, each, *_ in words):
             return None
@@ -279,9 +281,9 @@ class RowExchange:
         ended = next(rank for rank, word in enumerate(words) if not word)
         other = next(rank for rank, word in enumerate(words) if word)
         raise ProcessesDisagree(
-            f"Process {ended} has left an epoch, and process {other} goes on: a step needs every "
-            "process.\nLet every process stop after the same step (by the logs, say, and not by a "
-            "clock).\nThe weights are those after the last step of all."
+            f"Process {ended} has left an epoch, but process {other} continues, and a step "
+            "needs every process.\nStop every process after the same step (decide from the "
+            "logs, not from a clock).\nThe weights are those after the last common step."
         )
 
     def of_all(self, mine: bytes) -> list[np.ndarray]:
@@ -306,11 +308,11 @@ class RowExchange:
                 one, other = self._forms[names[first]], self._forms[names[rank]]
                 what = f"{other.words()} in process {rank}, and {one.words()} in process {first}"
                 if one.leaves == other.leaves:
-                    what = f"another structure in process {rank} than in process {first}"
+                    what = f"a different structure in process {rank} than in process {first}"
                 raise ProcessesDisagree(
-                    f"The rows of a batch have {what}:\nthey cannot stand in one global batch. "
-                    "Give every process rows of the same types and shapes, such as padded to a "
-                    "fixed length."
+                    f"The rows of a batch have {what}:\n"
+                    "they cannot form one global batch. Use the same types and shapes in every "
+                    "process, for example by padding to a fixed length."
                 )
         return self._forms[names[first]]
 
@@ -325,9 +327,9 @@ class RowExchange:
                 if both and mine[both - 1] == theirs[both - 1]:
                     rows = counted(2 ** (both - 1), "row")
                     self._warn(
-                        f"Processes {other} and {rank} begin with the same {rows}, which count "
-                        "twice then: were the data sharded?\nprocess_local is for data of which "
-                        "each process has its own rows, such as x[rank::size]."
+                        f"Processes {other} and {rank} begin with the same {rows}, so these "
+                        "rows count twice. Were the data sharded?\nprocess_local is for data in "
+                        "which each process has different rows, such as x[rank::size]."
                     )
                     return
 

@@ -120,9 +120,9 @@ def devices_of_each(
         check_one_gpu(shares, len(gpus))
         if (processes, per_process or 1) != (shares, 1):
             raise LaunchError(
-                f"--processes={processes} was asked for, and {SHARE_GPU}={shares} makes "
-                f"{counted(shares, 'device')} of one GPU, one for each process.\n"
-                f"Start as many processes as devices: --processes {shares}."
+                f"--processes={processes} was requested, but {SHARE_GPU}={shares} makes "
+                f"{counted(shares, 'device')} out of one GPU, one per process.\n"
+                f"Start one process per device: --processes {shares}."
             )
         own = {variable_for(root): gpus[0], **variables_of_share(shares, environ)}
         return [own] * processes
@@ -131,17 +131,17 @@ def devices_of_each(
         return [rehearsed] * processes
     if per_process is None and len(gpus) % processes and processes < len(gpus):
         raise LaunchError(
-            f"--processes={processes} was asked for, and {len(gpus)} GPUs are here, which they "
-            "cannot divide.\n"
+            f"--processes={processes} was requested, but {len(gpus)} GPUs cannot be divided "
+            "equally between them.\n"
             f"Add --devices-per-process, or set {variable_for(root)} to fewer GPUs."
         )
     share = per_process or max(1, len(gpus) // processes)
     if processes * share > len(gpus):
         raise LaunchError(
             f"--processes={processes} with {counted(share, 'device')} each need "
-            f"{counted(processes * share, 'GPU')}; {counted(len(gpus), 'GPU')} here: "
+            f"{counted(processes * share, 'GPU')}; {counted(len(gpus), 'GPU')} available: "
             f"{', '.join(gpus)}.\n"
-            f"Start fewer, or rehearse on virtual CPU devices: {REHEARSE}={share}."
+            f"Start fewer processes, or rehearse on virtual CPU devices: {REHEARSE}={share}."
         )
     parts = [gpus[rank * share : (rank + 1) * share] for rank in range(processes)]
     return [{variable_for(root): ",".join(part)} for part in parts]
@@ -172,7 +172,7 @@ def devices_of_process(place: Place, visible: int) -> list[int] | None:
     if visible % size:
         raise ProcessesDisagree(
             f"{size} processes run on this host ({place.launcher}), and each sees "
-            f"{counted(visible, 'GPU')}: they would claim the same ones.\n"
+            f"{counted(visible, 'GPU')}: they would use the same GPUs.\n"
             f"Start {counted(_fitting(visible, size), 'process')} per host, or set "
             f"CUDA_VISIBLE_DEVICES and {LOCAL_PROCESSES}=1 in each."
         )
@@ -236,19 +236,18 @@ def announce_coordinator(place: Place) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise ProcessesDisagree(
-                f"This is {place}, and the processes cannot meet at {address}: port {port} of this "
-                f"host: {error.strerror}.\n"
-                f"Set {COORDINATOR}=host:port in every process: a free port of this host."
+                f"This is {place}, but the processes cannot connect at {address}: port {port} "
+                f"of this host: {error.strerror}.\n"
+                f"Set {COORDINATOR}=host:port in every process, with a free port of this host."
             ) from None
-    said = f"lockstep: {place.size} processes join at {address} ({place.launcher}: "
+    said = f"lockstep: {place.size} processes connect at {address} ({place.launcher}: "
     print(said + f"{', '.join(place.variables)})", file=sys.stderr, flush=True)
 
 
 def not_met(place: Place, error: Exception) -> ProcessesDisagree:
     """Return the error of a process that has not met the others."""
     return ProcessesDisagree(
-        f"This is {place}, and the others were not met at {place.coordinator}: "
-        f"{first_line(error, 60)}\n"
-        f"Check that process 0 runs and that its host is reached there, or set "
-        f"{COORDINATOR}=host:port in every process."
+        f"This is {place}, and it could not connect to the others at {place.coordinator}: "
+        f"{first_line(error, 60)}\nCheck that process 0 is running and reachable at this "
+        f"address, or set {COORDINATOR}=host:port in every process."
     )

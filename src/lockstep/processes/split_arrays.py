@@ -22,7 +22,7 @@ class SplitArrays(SplitRows):
     Keras cuts the numbers of the rows into batches, in the order that it would give the rows.
     """
 
-    _why_other = "the arrays of the processes differ.\nGive every process the same files."
+    _why_other = "the arrays of the processes differ.\nUse the same files in every process."
 
     def _adapter_of(self, own: ProcessLocal, given: dict[str, Any]) -> Any:
         check_class_weight(given)
@@ -33,7 +33,7 @@ class SplitArrays(SplitRows):
         if len(rows) != 1:
             raise UnusableData(
                 f"split_reading was given arrays of {sorted(rows)} rows.\n"
-                "Give each as many: a row of x belongs to a row of y."
+                "Use the same number of rows in each: every row of x belongs to a row of y."
             )
         names = ("batch_size", "steps_per_epoch", "shuffle")
         more = {name: given[name] for name in names if name in given}

@@ -65,13 +65,13 @@ class SplitRows(OwnRows):
         same = len(pairs[0]) == len(pairs[1]) and all(map(_is_same, *pairs))
         if not same:
             raise UnusableData(
-                "The first batch that the processes have read together is another one than process "
-                f"{current().rank} reads alone:\n{self._why_other}"
+                "The first batch that the processes read together differs from the batch that "
+                f"process {current().rank} reads alone:\n{self._why_other}"
             )
 
     _why_other = (
-        "a row depends on more than its index, such as on random numbers or on the other rows of "
-        "its batch.\nGive fit the DataLoader itself."
+        "a row depends on more than its index, such as on random numbers or on the other rows "
+        "of its batch.\nPass the DataLoader to fit without split_reading."
     )
 
     def _first_whole(self) -> Any:

@@ -118,8 +118,8 @@ def rescue(
     suffix = _suffix_of(goal)
     if custom_objects is not None and not isinstance(custom_objects, dict):
         raise OldFileError(
-            f"custom_objects={shown(custom_objects)} was given, and a dict was expected.\n"
-            'Give the classes and functions by name, such as {"Scale": Scale}.'
+            f"custom_objects={shown(custom_objects)} was given, but a dict was expected.\n"
+            'Pass the classes and functions by name, such as {"Scale": Scale}.'
         )
     if model is not None:
         _check_model("rescue", model)
@@ -128,8 +128,8 @@ def rescue(
     proof = None if check is None else path_text(check, "check", UnreadableFile)
     if proof is not None and suffix == ".safetensors":
         raise UnsuitableOutput(
-            f"check={proof!r} was asked for, and {goal} is to hold arrays alone: there is no model "
-            "to ask.\nWrite a .keras file, or leave the check away."
+            f"check={proof!r} was requested, but {goal} holds only arrays, so there is no model "
+            "to check.\nWrite a .keras file, or remove the check."
         )
 
     with detect.opened(source) as old:
@@ -188,8 +188,8 @@ def _check_model(function: str, model: Any) -> None:
             "rescue": "lockstep.rescue(path, output, model=model)",
         }
         raise NotAModel(
-            f"{function} takes a Keras model and got a {type(model).__name__}.\n"
-            f"Write {example[function]}."
+            f"{function} needs a Keras model, but got a {type(model).__name__}.\n"
+            f"Call {example[function]}."
         )
 
 
@@ -202,8 +202,8 @@ def _suffix_of(output: str) -> str:
         if output.endswith(suffix):
             return ".h5" if suffix == ".hdf5" else suffix
     raise UnsuitableOutput(
-        f"The output {output} has no ending that says what to write.\n"
-        "Name it .keras (a model), .weights.h5, .h5 (Keras 2's layout) or .safetensors."
+        f"The file extension of the output {output} does not tell its format.\n"
+        "Use .keras (a model), .weights.h5, .h5 (Keras 2's layout) or .safetensors."
     )
 
 
@@ -253,11 +253,11 @@ def _rescue(
                 difference = _check(matched, suffix, temporary, proof)
     notes = context.notes
     if matched is None:
-        notes.append("arrays alone, under their old names: no architecture was given")
+        notes.append("arrays only, under their old names: no architecture was given")
     else:
         notes += _unrecorded(old, matched) if matched.part is None else []
         if matched.name is None:
-            notes.append("the file is of a single model: there was nothing to unwrap")
+            notes.append("the file is from a single-device model: there was nothing to unwrap")
     return _report(
         old,
         matched,
@@ -306,8 +306,8 @@ def _check(matched: Matched | None, suffix: str, path: str, proof: str) -> float
     given, wanted = outputs_check.inputs_and_outputs(proof)
     if matched is None:
         raise UnsuitableOutput(
-            "Outputs can only be checked where there is a model to ask.\n"
-            "Give the template with --model or --config, or leave --check away."
+            "Outputs can only be checked if the model is known.\n"
+            "Pass the template with --model or --config, or remove --check."
         )
     if suffix == ".keras":
         model = outputs_check.loaded_model(path, matched.context.custom)
@@ -371,7 +371,7 @@ def _row(source: str, place: str, variable: Any, values: Any, other: bool) -> Ro
     exact = exactness.is_exact(exactness.numbers(variable), values)
     if exact is None:
         raise WeightsDoNotFit(
-            f"{variable.path} does not hold the numbers that it was given.\n"
-            "Nothing was changed. Load the file into a new model, and tell us."
+            f"{variable.path} does not hold the values that were assigned to it.\n"
+            "Nothing was changed. Load the file into a new model, and report this as a bug."
         )
     return Row(source, place, tuple(values.shape), exact, other)

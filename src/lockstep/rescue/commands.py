@@ -17,8 +17,8 @@ from lockstep.rescue import api
 def inspect_command(file: str, as_json: bool) -> None:
     """Show what a saved file is, and the command to run next.
 
-    FILE may be a folder that lockstep.Checkpoint has written: its checkpoints are listed.
-    Of a script for Keras 2 (.py), the lines that have to change are listed.
+    FILE may be the folder of a lockstep.Checkpoint: its checkpoints are listed.
+    For a Keras 2 script (.py), the lines that must change are listed.
 
     Example: lockstep inspect multi.h5
     """
@@ -28,11 +28,21 @@ def inspect_command(file: str, as_json: bool) -> None:
 @click.command("rescue")
 @click.argument("file", type=click.Path())
 @click.option("-o", "output", required=True, type=click.Path(), metavar="OUT",
-              help="To write: .keras, .weights.h5, .h5 (Keras 2) or .safetensors.")  # fmt: skip
-@click.option("--model", metavar="FILE.PY:FUNCTION", help="The template, from your own code.")
-@click.option("--config", metavar="TEMPLATE.JSON", help="The template's old to_json().")
+              help="Output file: .keras, .weights.h5, .h5 (Keras 2) or .safetensors.")  # fmt: skip
+@click.option(
+    "--model",
+    metavar="FILE.PY:FUNCTION",
+    help=("Function of yours that builds the single-device model."),
+)
+@click.option(
+    "--config", metavar="TEMPLATE.JSON", help=("Old to_json() output of the single-device model.")
+)
 @click.option("--custom", metavar="FILE.PY", help="Your custom layers and Lambda functions.")
-@click.option("--check", metavar="INPUTS.NPZ", help="Inputs x0.. and outputs y0.. to be given.")
+@click.option(
+    "--check",
+    metavar="INPUTS.NPZ",
+    help=("Inputs x0.. and the outputs y0.. that the model must give."),
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def rescue_command(
     file: str,

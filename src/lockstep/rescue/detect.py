@@ -39,8 +39,8 @@ def opened(path: str) -> Iterator[OldFile]:
             return
         seen = found if isinstance(found, Inspection) else _keras2(found)
         raise UnreadableFile(
-            f"{path} is a file of {seen.library} for a single device: there is nothing to "
-            f"rescue.\nIt is ready to use: {seen.command}"
+            f"{path} is a single-device file of {seen.library}: there is nothing to rescue.\n"
+            f"Use it directly: {seen.command}"
         )
 
 
@@ -66,13 +66,16 @@ def kind_of(path: str) -> str:
             what, remedy = "an empty folder", "Give a file, or the folder of a lockstep.Checkpoint."
         if os.path.exists(os.path.join(path, "saved_model.pb")):
             what = "a TensorFlow SavedModel"
-            remedy = "Load it with keras.layers.TFSMLayer, or save HDF5 where it was written."
+            remedy = (
+                "Load it with keras.layers.TFSMLayer, or save it as HDF5 in the program that "
+                "wrote it."
+            )
         elif is_run(Path(path)):
             what = "a run of lockstep.Checkpoint"
-            remedy = f"Make a file of it: lockstep export {shlex.quote(path)} -o model.keras"
+            remedy = f"Export a file from it: lockstep export {shlex.quote(path)} -o model.keras"
         elif runs := runs_within(Path(path)):
             what, remedy = "a folder of runs", f"Give one of the runs in it: {runs[0]}"
-        raise UnreadableFile(f"{path} is {what}, and a single file was expected.\n{remedy}")
+        raise UnreadableFile(f"{path} is {what}, but a single file was expected.\n{remedy}")
     if not os.path.exists(path) and os.path.exists(f"{path}.index"):  # how TensorFlow names it
         raise _of_tensorflow(path, "the name of")
     try:
@@ -93,17 +96,18 @@ def kind_of(path: str) -> str:
     name = os.path.basename(path)
     if name.endswith(".index") or ".data-0" in name or name == "checkpoint":
         raise _of_tensorflow(path, "part of")
-    what = "empty" if not size else f"of no known kind (it begins with {head[:8]!r})"
+    what = "empty" if not size else f"of an unknown kind (it begins with {head[:8]!r})"
     raise UnreadableFile(
         f"{path} is {what}: neither HDF5 nor .keras.\n"
-        "If it was one of them it is damaged; copy it again from where it was written."
+        "If it should be one of these, it is damaged. Copy it again from the original location."
     )
 
 
 def _of_tensorflow(path: str, part: str) -> UnreadableFile:
     return UnreadableFile(
-        f"{path} is {part} a TensorFlow checkpoint, which only its code can read.\n"
-        "In the TensorFlow that wrote it: model.load_weights(...), then save_weights('x.h5')."
+        f"{path} is {part} a TensorFlow checkpoint, which only the code of its model can read.\n"
+        "In the TensorFlow version that wrote it, call model.load_weights(...), then "
+        "save_weights('x.h5')."
     )
 
 
@@ -112,8 +116,8 @@ def _zip(path: str) -> zipfile.ZipFile:
         return zipfile.ZipFile(path)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise UnreadableFile(
-            f"{path} begins as a zip archive and is none: {error}.\n"
-            "It is cut short; copy it again from where it was written."
+            f"{path} begins like a zip archive but is not one: {error}.\n"
+            "It is truncated; copy it again from the original location."
         ) from error
 
 
@@ -124,13 +128,16 @@ def _keras2(old: OldFile) -> Inspection:
     notes: list[str] = []
     if part and old.config is None:
         notes.append(
-            "told by its groups alone; a single model whose only layer with weights is a "
-            "nested one after Lambdas looks the same, and is read the same way"
+            "recognized only by its HDF5 groups; a single-device model whose only layer with "
+            "weights is a nested model after Lambda layers looks the same, and is read the same "
+            "way"
         )
     elif old.config is None and len(old.weighted) == 1 and not old.flaws and len(old.groups) > 1:
         parallel = None
     if old.backend not in (None, "tensorflow"):
-        notes.append(f"the {old.backend} backend of Keras saved it, which is not read")
+        notes.append(
+            f"it was saved with the {old.backend} backend of Keras, which is not supported"
+        )
     complete = bool(old.weights) and not old.flaws
     needs = code_needed(old.model_config)
     contents = "full model" if old.config else "weights"
@@ -229,8 +236,8 @@ def _archive(path: str) -> Inspection:
         size = archive.getinfo(name).file_size
         if size > read.JSON_CAP:
             raise HostileFile(
-                f"{path}: {name} unfolds to {size:,} bytes.\n"
-                "No model is described in so many; it is not read."
+                f"{path}: {name} decompresses to {size:,} bytes.\n"
+                "No model description is that large, so it is not read."
             )
         with archive.open(name) as part:  # its declared size may be wrong
             return read.parse_json(part.read(read.JSON_CAP).decode(), name, path)
@@ -243,8 +250,8 @@ def _archive(path: str) -> Inspection:
         except (zipfile.BadZipFile, KeyError, UnicodeDecodeError, NotImplementedError,
                 RuntimeError, EOFError, OSError) as error:  # fmt: skip
             raise UnreadableFile(
-                f"{path} is a .keras archive that is damaged inside: {error}.\n"
-                "Copy it again from where it was written, or use an earlier checkpoint."
+                f"{path} is a .keras archive with damaged contents: {error}.\n"
+                "Copy it again from the original location, or use an earlier checkpoint."
             ) from error
     flaw = None
     inner = None

@@ -35,9 +35,9 @@ def as_dtype(values: Any, dtype: Any, name: str) -> Any:
     lost = (np.isfinite(values) & ~np.isfinite(cast)) if floats else ~_unchanged(values, cast)
     if np.any(lost):
         raise WeightsDoNotFit(
-            f"{name} holds {values[lost].flat[0]} as {values.dtype}, and the model's variable is "
-            f"{cast.dtype}, which cannot hold it.\n"
-            "Nothing was changed. Give a model whose layers have the dtype of the file."
+            f"{name} holds {values[lost].flat[0]} as {values.dtype}, but the model's variable "
+            f"is {cast.dtype}, which cannot hold this value.\n"
+            "Nothing was changed. Use a model whose layers have the dtype of the file."
         )
     return cast
 

@@ -118,9 +118,8 @@ def reading(name: str) -> Iterator[None]:
             OverflowError) as error:  # fmt: skip
         reason = (str(error).splitlines() or [type(error).__name__])[0].strip("'\"")[:160]
         raise UnreadableFile(
-            f"{name} cannot be read as HDF5: {reason}.\n"
-            "It is damaged, cut short or of another kind; copy it again from where it was\n"
-            "written, or use an earlier checkpoint."
+            f"{name} cannot be read as HDF5: {reason}.\nIt is damaged, truncated or not an HDF5 "
+            "file; copy it again from the\noriginal location, or use an earlier checkpoint."
         ) from error
 
 
@@ -136,8 +135,9 @@ def child(group: Any, name: str) -> Any:
         if not isinstance(link, h5py.HardLink):
             kind = type(link).__name__
             raise HostileFile(
-                f"{here.file.filename}: {part!r} is a {kind}, which points elsewhere.\n"
-                "Keras never wrote one, so it is not followed; the file was made by other means."
+                f"{here.file.filename}: {part!r} is a {kind}, which points outside of the file "
+                "structure.\nKeras never writes such links, so it is not followed; this file "
+                "was not written by Keras."
             )
         here = here[part]
     return here
@@ -193,19 +193,19 @@ def check_array(dataset: Any) -> None:
     where = f"{dataset.file.filename}: the array {dataset.name}"
     if dataset.external or dataset.is_virtual:
         raise HostileFile(
-            f"{where} keeps its numbers in another file.\n"
-            "Keras never wrote one like that, so it is not followed."
+            f"{where} stores its values in an external file.\n"
+            "Keras never writes such files, so the reference is not followed."
         )
     if dataset.dtype.kind not in "fiub":
         raise HostileFile(
-            f"{where} holds {dataset.dtype}, no numbers.\n"
-            "Keras never wrote one like that; the file was made by other means."
+            f"{where} holds {dataset.dtype} instead of numbers.\n"
+            "Keras never writes such files; this file was not written by Keras."
         )
     honest = stored == declared if dataset.chunks is None else _unfolds(dataset, stored, declared)
     if not honest:
         raise HostileFile(
             f"{where} declares {declared:,} bytes and stores {stored:,}.\n"
-            "The file is damaged, or was made to fill the memory; it is not read."
+            "The file is damaged, or was crafted to exhaust memory, so it is not read."
         )
 
 
@@ -215,7 +215,7 @@ def require_modest(path: str, sizes: Iterable[int]) -> None:
     if total > _room(path):
         raise HostileFile(
             f"{path} has {os.path.getsize(path):,} bytes, and its arrays declare {total:,}.\n"
-            "The file is damaged, or was made to fill the memory; it is not read."
+            "The file is damaged, or was crafted to exhaust memory, so it is not read."
         )
 
 
@@ -232,8 +232,9 @@ def _unfolds(dataset: Any, stored: int, declared: int) -> bool:
     filters = [plan.get_filter(number)[0] for number in range(plan.get_nfilters())]
     if len(set(filters)) < len(filters) or set(filters) - {_SHUFFLE, _DEFLATE, _CHECKSUM, _LZF}:
         raise HostileFile(
-            f"{dataset.file.filename}: the array {dataset.name} is stored through filters that "
-            "Keras does not use.\nUnpack it: h5repack -f NONE old.h5 new.h5"
+            f"{dataset.file.filename}: the array {dataset.name} is stored with filters that "
+            "Keras does not use.\n"
+            "Unpack it: h5repack -f NONE old.h5 new.h5"
         )
     chunk = math.prod(map(int, dataset.chunks), start=int(dataset.dtype.itemsize))
     if chunk > max(UNFOLD_CAP, 2 * declared):
@@ -264,7 +265,7 @@ def _attribute(thing: Any, name: str) -> Any:
     if size > ATTRIBUTE_CAP or count > NAMES_CAP:
         raise HostileFile(
             f"{thing.file.filename}: the attribute {name!r} declares {count:,} entries.\n"
-            f"At most {ATTRIBUTE_CAP:,} bytes are read; the file is damaged or made to harm."
+            f"At most {ATTRIBUTE_CAP:,} bytes are read; the file is damaged or malicious."
         )
     return thing.attrs[name]
 
@@ -283,7 +284,7 @@ def _as_names(thing: Any, value: Any) -> list[str]:
     if entries.dtype.kind not in "SUO":
         raise UnreadableFile(
             f"{thing.file.filename}: a list of names in {thing.name} holds {entries.dtype}.\n"
-            "The file is damaged; copy it again from where it was written."
+            "The file is damaged; copy it again from the original location."
         )
     return [e.decode("utf-8") if isinstance(e, bytes) else str(e) for e in entries.tolist()]
 
@@ -292,8 +293,8 @@ def require_few_names(thing: Any, count: int) -> None:
     """Refuse a list of more than NAMES_CAP names."""
     if count > NAMES_CAP:
         raise HostileFile(
-            f"{thing.file.filename}: {thing.name} lists {count:,} names, more than {NAMES_CAP:,}."
-            "\nNo model has that many; the file is damaged or made to harm."
+            f"{thing.file.filename}: {thing.name} lists {count:,} names, more than "
+            f"{NAMES_CAP:,}.\nNo model has that many; the file is damaged or malicious."
         )
 
 
@@ -325,16 +326,16 @@ def require_survival(path: str) -> None:
         status, said = -_SIGXCPU, ""
     if status == _REFUSED:
         raise HostileFile(
-            f"{path}: {said}.\nKeras never wrote one like that; the file was made by other means."
+            f"{path}: {said}.\nKeras never writes such files; this file was not written by Keras."
         )
     if status:
-        ends = f"stops with status {status}"
+        ends = f"fails with status {status}"
         if status == -_SIGXCPU:
             ends = f"does not end within {PROBE_SECONDS} s"
         raise HostileFile(
-            f"{path}: reading its structure {ends}, in a process apart.\n"
-            "It is damaged in a way that the HDF5 library does not survive, or was made to "
-            "harm.\nCopy it again from where it was written, or use an earlier checkpoint."
+            f"{path}: reading its structure in a separate process {ends}.\n"
+            "It is damaged in a way that crashes the HDF5 library, or it is malicious.\n"
+            "Copy it again from the original location, or use an earlier checkpoint."
         )
     while len(_survived) > 100:
         del _survived[next(iter(_survived))]
@@ -413,4 +414,4 @@ def _touch(thing: Any, name: str) -> None:
     except (MemoryError, OSError):
         large = True
     if large:
-        _refuse(f"the attribute {name!r} unfolds to more than {ATTRIBUTE_CAP:,} bytes")
+        _refuse(f"the attribute {name!r} decompresses to more than {ATTRIBUTE_CAP:,} bytes")

@@ -98,8 +98,8 @@ def match_model(old: OldFile, model: Any, context: RebuildContext) -> Matched:
     require_readable(old)
     if not model.built:
         raise NeedsCode(
-            f"The model {model.name!r} has no weights yet, so there is nothing to fill.\n"
-            "Give it an Input, or call it once on a batch before."
+            f"The model {model.name!r} has no weights yet, so there is nothing to load into.\n"
+            "Add an Input to the model, or call it once on a batch first."
         )
     tree = weight_tree.of_model(model)
     parallel = _is_parallel(old)
@@ -157,9 +157,9 @@ def make_plan(old: OldFile, root: Branch, *, parallel: bool | None, trusted: boo
         raise problems[0]
     if len({plan.key for plan in plans}) > 1:
         raise AmbiguousWeights(
-            f"{old.path} can be read as a parallel file or as one of a single model, and the two\n"
-            "put the weights in different places. Give the model or config that belongs to the\n"
-            "template itself, with its layers named as in the file."
+            f"{old.path} can be read as the file of a parallel or of a single-device model. The "
+            "two\nreadings assign the weights differently. Pass the model or config of the\n"
+            "template itself, with the layer names of the file."
         )
     return plans[0]
 
@@ -206,7 +206,7 @@ def _layerwise(groups: Sequence[H5Group], root: Branch, trusted: bool, flagged: 
     wanted = root.children
     if len(groups) != len(wanted):
         raise WeightsDoNotFit(
-            f"The file has {counted(len(groups), 'layer')} with weights and the model "
+            f"The file has {counted(len(groups), 'layer')} with weights, but the model has "
             f"{len(wanted)}.\n{COMPARE}"
         )
     named = {group.name: group for group in groups}
@@ -236,8 +236,8 @@ def _layer(leaf: Leaf, group: H5Group) -> tuple[Pair, ...]:
         if leaf.class_name == "GRU":
             hint = "A GRU of Keras 2 needs reset_after=False in the model (a bias of one row)."
         raise WeightsDoNotFit(
-            f"The layer {group.name!r} of the file has {shapes}; {leaf.name!r} of the model has "
-            f"{wanted}.\n{hint}"
+            f"The layer {group.name!r} of the file has {shapes}, but {leaf.name!r} of the model "
+            f"has {wanted}.\n{hint}"
         )
     return pairs
 
@@ -249,10 +249,9 @@ def _require_numbers(groups: Sequence[H5Group], wanted: list[Leaf | Branch]) -> 
     for group, child in zip(groups, wanted, strict=True):
         if group.name in chosen and group.name != child.name:
             raise AmbiguousWeights(
-                f"By the order of layers the weights of {group.name!r} would go to "
-                f"{child.name!r}, and the model has\na layer {group.name!r} of its own: order "
-                "and names disagree.\nName the model's layers as in the file (lockstep inspect "
-                "lists them)."
+                f"By layer order, the weights of {group.name!r} belong to {child.name!r}, but "
+                f"the model also has\na layer {group.name!r}: order and names disagree.\nUse "
+                "the layer names of the file in the model (lockstep inspect lists them)."
             )
         signature = tuple(leaf.signature for leaf in leaves(child))
         alike.setdefault(signature, []).append((group.name, child.name))
@@ -262,9 +261,9 @@ def _require_numbers(groups: Sequence[H5Group], wanted: list[Leaf | Branch]) -> 
         in_order = ascending(names) or numbered_in_same_order(names, own)
         if len(names) > 1 and len(stems) == 1 and not in_order:
             raise AmbiguousWeights(
-                f"The layers {', '.join(names[:4])} have equal shapes and lie in another "
-                "order\nthan their numbers: order and names put their weights elsewhere.\n"
-                "Name the model's layers as in the file (lockstep inspect lists them)."
+                f"The layers {', '.join(names[:4])} have equal shapes, but their order differs\n"
+                "from the numbers in their names: order and names disagree.\n"
+                "Use the layer names of the file in the model (lockstep inspect lists them)."
             )
 
 
@@ -276,8 +275,8 @@ def require_readable(old: OldFile) -> None:
     if old.backend in (None, "tensorflow") and known[:1] != (1,) and (known or not named):
         return
     raise UntranslatableModel(
-        f"{old.path} is of Keras 1 or of the backend {old.backend!r}, which have kernels of "
-        "convolutions in another order,\nand multi_gpu_model runs on TensorFlow alone. Save the "
-        "model in Keras 2 on TensorFlow, and rescue that file;\nor take the arrays alone: "
-        "-o arrays.safetensors."
+        f"{old.path} was written by Keras 1 or with the backend {old.backend!r}, which store "
+        "convolution kernels in a different order;\nmulti_gpu_model runs only on TensorFlow. "
+        "Save the model in Keras 2 on TensorFlow, and rescue that file,\nor export only the "
+        "arrays: -o arrays.safetensors."
     )

@@ -17,7 +17,7 @@ from lockstep.rescue.read import Stored
 from lockstep.rescue.weight_tree import Branch, Leaf, Slot, branches, keys, leaves
 
 BY_ORDER = "order: trainable weights in layer order, then the others"
-COMPARE = "Give the model that was trained: compare its summary() with lockstep inspect."
+COMPARE = "Use the model that was trained: compare its summary() with lockstep inspect."
 _FREEZE_CAP = 8  # maximum nested models for trying all frozen states
 
 
@@ -167,10 +167,10 @@ def _require_evidence(found: Plan) -> None:
         agree = numbered_in_same_order(names, [leaf.name for leaf in some])
         if len(names) > 1 and not (ascending(names) if agree is None else agree):
             raise AmbiguousWeights(
-                f"The layers {', '.join(names[:4])} of the file have equal shapes and other names "
-                "than the model's:\ntheir order is ambiguous if one of them was frozen when the "
-                "file was saved. Name the model's\nlayers as in the file (lockstep inspect lists "
-                "them), or give --config template.json of that time."
+                f"The layers {', '.join(names[:4])} of the file have equal shapes, but not the "
+                "names of the model:\ntheir order is ambiguous if one of them was frozen when "
+                "the file was saved. Use the layer names\nof the file in the model (lockstep "
+                "inspect lists them), or pass the original config: --config template.json."
             )
 
 
@@ -214,19 +214,21 @@ def _ambiguous(one: Plan, other: Plan) -> AmbiguousWeights:
     first = {id(pair.stored): pair.slot for pair in one.pairs}
     pair = next(p for p in other.pairs if first[id(p.stored)].index != p.slot.index)
     return AmbiguousWeights(
-        f"{pair.stored.name} fits both {first[id(pair.stored)].path} and {pair.slot.path}: "
-        "a nested model may or may not have been frozen.\n"
-        "Give a model whose layers are named as in the file "
-        "(lockstep inspect lists them),\nso that names decide: --model file.py:function."
+        f"{pair.stored.name} fits both {first[id(pair.stored)].path} and {pair.slot.path}: a "
+        "nested model may or may not have been frozen.\n"
+        "Pass a model with the layer names of the file (lockstep inspect lists them),\n"
+        "so that names decide: --model file.py:function."
     )
 
 
 def _misfit(root: Branch, sources: Sequence[Stored]) -> WeightsDoNotFit | AmbiguousWeights:
     slots = [slot for leaf in leaves(root) for slot in leaf.slots]
     if len(slots) != len(sources):
-        first = f"The file has {counted(len(sources), 'weight')} and the model {len(slots)}"
+        first = f"The file has {counted(len(sources), 'weight')} but the model has {len(slots)}"
     else:
-        first = f"File and model have {counted(len(slots), 'weight')} each, of other shapes"
+        first = (
+            f"File and model have {counted(len(slots), 'weight')} each, but with different shapes"
+        )
     stored, wanted = Counter(one.shape for one in sources), Counter(slot.shape for slot in slots)
     extra, lacking = next(iter(stored - wanted), None), next(iter(wanted - stored), None)
     detail = []
@@ -238,13 +240,13 @@ def _misfit(root: Branch, sources: Sequence[Stored]) -> WeightsDoNotFit | Ambigu
         detail.append(f"only in the model {lacking}, as {path}")
     hint = COMPARE
     if extra is not None and lacking is not None and (len(extra), len(lacking)) == (1, 2):
-        hint = "A GRU of that time needs reset_after=False in the model (a bias of one row)."
+        hint = "An old GRU needs reset_after=False in the model (a bias of one row)."
     if not detail and _too_many_nested(root):
         return AmbiguousWeights(
-            f"{first}, and of {len(list(branches(root)))} nested models any may have been frozen: "
-            f"all combinations\nof at most {_FREEZE_CAP} are tried.\n"
-            "Give a model whose layers are named as in the file: --model file.py:function."
+            f"{first}, and any of its {len(list(branches(root)))} nested models may have been "
+            f"frozen; all combinations\nare tried only for up to {_FREEZE_CAP}.\nPass a model "
+            "with the layer names of the file: --model file.py:function."
         )
     if not detail:
-        detail.append("in an order that no rule of old files gives")
+        detail.append("in an order that no known rule of old files explains")
     return WeightsDoNotFit(f"{first}: {'; '.join(detail)}.\n{hint}")

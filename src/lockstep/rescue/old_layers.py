@@ -13,7 +13,9 @@ import numpy as np
 from lockstep.errors import NeedsCode, UntranslatableModel, printable
 from lockstep.rescue.read import OldFile, release
 
-REBUILD = "Rebuild the template in code and use --model file.py:function."
+REBUILD = (
+    "Rebuild the single-device model (the template) in code, and use --model file.py:function."
+)
 
 
 def bare(name: str) -> str:
@@ -142,13 +144,13 @@ def layer(class_name: str, config: dict[str, Any], context: RebuildContext) -> A
         raise UntranslatableModel(
             f"The layer {config.get('name')!r} is a {class_name}: {_GONE[class_name]}.\n"
             "Rebuild the template in code without it and use --model file.py:function, or\n"
-            "take the arrays alone: -o weights.safetensors."
+            "export only the arrays: -o weights.safetensors."
         )
     if not is_keras_own(class_name):
         name = bare(class_name)
         raise NeedsCode(
-            f"The layer {config.get('name')!r} is a {class_name}, which is none of Keras's.\n"
-            "Its code is never taken from the file: give the class with --custom file.py,\n"
+            f"The layer {config.get('name')!r} is a {class_name}, which is not a Keras layer.\n"
+            "Code is never loaded from the file: pass the class with --custom file.py,\n"
             f"or in code with custom_objects={{{name!r}: {name}}}."
         )
     if class_name == "Softmax" and context.early and config.get("axis", -1) == -1:
@@ -168,13 +170,14 @@ def layer(class_name: str, config: dict[str, Any], context: RebuildContext) -> A
             arguments[key] = _value(key, value, context)
         elif key not in _NO_EFFECT and value not in _DEFAULTS.get(key, ()):
             raise UntranslatableModel(
-                f"The {named} has {key}={str(value)[:60]}, which Keras 3 does not have.\n{REBUILD}"
+                f"The {named} has {key}={str(value)[:60]}, which Keras 3 does not support.\n"
+                f"{REBUILD}"
             )
     try:
         return cls(**arguments)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise UntranslatableModel(
-            f"Keras {keras.__version__} does not take the {named}: "
+            f"Keras {keras.__version__} rejects the {named}: "
             f"{(str(error).splitlines() or [''])[0][:120]}\n{REBUILD}"
         ) from error
 
@@ -194,8 +197,8 @@ def _arguments_of_today(
         if isinstance(axes, (list, tuple)):
             if len(axes) != 1:
                 raise UntranslatableModel(
-                    f"The BatchNormalization {given.get('name')!r} runs over axes {axes}, "
-                    f"and Keras 3's over one.\n{REBUILD}"
+                    f"The BatchNormalization {given.get('name')!r} normalizes over axes {axes}, "
+                    f"but Keras 3 supports only one axis.\n{REBUILD}"
                 )
             given["axis"] = axes[0]
     if old == "LeakyReLU" and "alpha" in given:
@@ -205,7 +208,7 @@ def _arguments_of_today(
     if new == "UpSampling2D" and given.get("interpolation") == "bilinear" and context.early:
         context.add_note(
             f"{given.get('name')} is bilinear: TensorFlow 1 sampled pixels at their corners and "
-            "Keras 3 samples at their centres, so outputs may differ; prove them with --check"
+            "Keras 3 samples at their centres, so outputs may differ; compare them with --check"
         )
     if new == "Bidirectional" and given.get("backward_layer") is None:
         given.pop("backward_layer", None)
@@ -237,7 +240,7 @@ def _custom(cls: Any, class_name: str, config: dict[str, Any]) -> Any:
         raise NeedsCode(
             f"Your class {class_name} did not accept the settings of {config.get('name')!r}: "
             f"{(str(error).splitlines() or [''])[0][:120]}\n"
-            f"It is called with {', '.join(sorted(given))}: let it pass **kwargs on to\n"
+            f"It is called with {', '.join(sorted(given))}. Pass **kwargs on to\n"
             "keras.layers.Layer, as Keras 3 layers do."
         ) from error
 
@@ -303,7 +306,7 @@ def _inner(entry: Any, context: RebuildContext) -> Any:
     if not isinstance(entry, dict) or not {"class_name", "config"} <= set(entry):
         raise UntranslatableModel(
             f"A wrapper holds {str(entry)[:60]!r} where a layer should be.\n"
-            "The file is damaged, or of a version that is not known here."
+            "The file is damaged, or of an unknown version."
         )
     return layer(entry["class_name"], entry["config"], context)
 
@@ -347,9 +350,9 @@ def _named_object(kind: str, value: Any, context: RebuildContext) -> Any:
             return cls(**config)
         return cls(**{key: plain(value) for key, value in config.items() if key in taken})
     if kind == "initializer":
-        context.add_note(f"the initializer {name} is left out (it only matters before training)")
+        context.add_note(f"the initializer {name} is omitted (it is only used before training)")
         return "zeros"
-    context.add_note(f"the {kind} {name} is left out: its code is not here (see --custom)")
+    context.add_note(f"the {kind} {name} is omitted, because its code was not given (see --custom)")
     return None
 
 
@@ -373,17 +376,16 @@ def activation(value: Any, context: RebuildContext) -> Any:
             return own
         if value == "hard_sigmoid":
             context.add_note(
-                "hard_sigmoid is kept as Keras 2 defined it, clip(0.2x + 0.5, 0, 1); "
-                "Keras 3's is another function"
+                "hard_sigmoid is kept as Keras 2 defined it, clip(0.2x + 0.5, 0, 1); Keras 3 "
+                "defines it differently"
             )
             return _old_hard_sigmoid()
         if value in _ACTIVATIONS and not (context.perhaps_early and value in _LATER):
             return keras.activations.get(value)
         raise NeedsCode(
-            f"The activation {value!r} was none of Keras's up to TensorFlow 2.3: its code may be "
-            "yours.\n"
-            "Give it with --custom file.py (a function of that name in it), or in code with\n"
-            f"custom_objects={{{bare(value)!r}: function}}."
+            f"The activation {value!r} was not part of Keras up to TensorFlow 2.3, so it may be "
+            "your own code.\nPass it with --custom file.py (a function of that name in it), or "
+            f"in code with\ncustom_objects={{{bare(value)!r}: function}}."
         )
     if isinstance(value, dict) and isinstance(value.get("class_name"), str):
         if value["class_name"] == "function" and isinstance(value.get("config"), str):
@@ -391,7 +393,7 @@ def activation(value: Any, context: RebuildContext) -> Any:
         if isinstance(value.get("config"), dict):
             return layer(value["class_name"], value["config"], context)
     raise UntranslatableModel(
-        f"An activation is written as {str(value)[:80]!r}, a form no Keras version is known for.\n"
+        f"An activation is written as {str(value)[:80]!r}, which no known Keras version does.\n"
         f"{REBUILD}"
     )
 
@@ -430,7 +432,7 @@ def unrecorded_settings(old: OldFile, layers: Iterable[Any]) -> list[str]:
     if not kinds:
         return []
     return [
-        f"weights do not record recurrent_activation, reset_after and hard_sigmoid, which were "
-        f"others in {old.library} (here: {', '.join(dict.fromkeys(kinds))}): prove the outputs "
-        "with lockstep rescue --check"
+        "the weights do not record recurrent_activation, reset_after and hard_sigmoid, which "
+        f"had other defaults in {old.library} (here: {', '.join(dict.fromkeys(kinds))}): "
+        "compare the outputs with lockstep rescue --check"
     ]

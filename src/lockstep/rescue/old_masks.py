@@ -33,30 +33,31 @@ def require_old_masks(part: Part, context: RebuildContext) -> None:
     for one in every:
         if one.class_name == "TimeDistributed" and _outputs_mask(one.layer.layer):
             raise UntranslatableModel(
-                f"The layer inside {one.name!r} makes a mask of its own, which Keras 2 handed on "
-                "to the next layer;\nKeras 3's TimeDistributed loses it, and computes other "
-                f"numbers.\n{REBUILD}"
+                f"The layer inside {one.name!r} creates its own mask, which Keras 2 passed to "
+                "the next layer.\nTimeDistributed in Keras 3 drops the mask, so the outputs "
+                f"differ.\n{REBUILD}"
             )
     if not any(_makes_mask(one.layer) for one in every):
         return
     for one, what in _changed_rules(part, every, context):
         if what == "bidirectional" and context.standalone:
             context.add_note(
-                f"{one.name} runs over a mask: at steps that are masked out Keras 2 repeated "
-                "its last output, and Keras 3 gives zeros; other steps are equal"
+                f"{one.name} uses a mask: at masked steps Keras 2 repeated the last output, but "
+                "Keras 3 returns zeros; other steps are equal"
             )
         elif what == "softmax" and context.perhaps_early:
             raise UntranslatableModel(
-                f"The Softmax layer {one.name!r} comes after a mask: Keras 3 applies the mask in "
-                "it, and the\nlibrary that saved the file may not have. Rebuild the template in "
-                "code with\nActivation('softmax') in its place and use --model file.py:function."
+                f"The Softmax layer {one.name!r} comes after a mask. Keras 3 applies the mask "
+                "in this layer, but the\nlibrary that saved the file may not have done so. "
+                "Rebuild the template in code with\nActivation('softmax') instead, and use "
+                "--model file.py:function."
             )
         elif what == "merge":
             raise UntranslatableModel(
-                f"The {one.class_name} {one.name!r} joins inputs with different masks, or with "
-                "and without: Keras 2\nkept a step where all masks keep it, Keras 3 has another "
-                "rule and computes other numbers. Rebuild the\ntemplate in code, give mask= to "
-                "the layer after the merge, and use --model file.py:function."
+                f"The {one.class_name} {one.name!r} merges inputs with different masks, or only "
+                "some inputs have one. Keras 2\nkept a step only if all masks keep it; Keras 3 "
+                "uses a different rule, so the outputs differ. Rebuild the\ntemplate in code, "
+                "pass mask= to the layer after the merge, and use --model file.py:function."
             )
 
 
@@ -120,7 +121,9 @@ def _changed_rules(
             keras.Operation.compute_output_spec(part.layer, given[0] if len(given) == 1 else given)
     except Exception as error:  # layers raise many kinds of errors
         reason = (str(error).splitlines() or [type(error).__name__])[0][:100]
-        context.add_note(f"masks could not be followed ({reason}): prove the outputs with --check")
+        context.add_note(
+            f"masks could not be analyzed ({reason}): compare the outputs with --check"
+        )
     return found
 
 

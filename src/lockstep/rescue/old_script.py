@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _OPTIMIZERS = {"SGD", "RMSprop", "Adagrad", "Adadelta", "Adam", "Adamax", "Nadam"}
 _FITS = {"fit", "fit_generator", "evaluate_generator", "predict_generator"}
-_OF_COMPILE = 'leave it out, and give compile metrics=["accuracy"]'
+_OF_COMPILE = 'remove it, and pass metrics=["accuracy"] to compile'
 _OF_THE_DATA = "an argument of keras.utils.PyDataset; leave it out for a generator"
 
 _KEYWORDS: dict[str, dict[str, str]] = {
@@ -138,8 +138,8 @@ class Change:
 
 
 _ALL_KNOWN = (
-    "These are all that lockstep knows: a script may have others. Names and files that are made "
-    "while it runs are not seen."
+    "The list may be incomplete: lockstep only knows these changes, and does not see names and "
+    "files that the script creates at run time."
 )
 
 
@@ -272,7 +272,7 @@ class _Reader(ast.NodeVisitor):
         of = _dotted(node.value)
         if of.endswith(".layers") and of.removesuffix(".layers") in self._parallel:
             model = of.removesuffix(".layers")
-            new = f"{model}: it is the model itself, and this is one of its own layers"
+            new = f"{model}: it is now the model itself, and this is one of its layers"
             self._add(node, ast.unparse(node), new)
         self.generic_visit(node)
 

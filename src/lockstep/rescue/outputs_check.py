@@ -26,7 +26,7 @@ def inputs_and_outputs(path: str) -> tuple[list[Any], list[Any]]:
         with zipfile.ZipFile(path) as archive:
             size = sum(one.file_size for one in archive.infolist())
             if size > max(UNFOLD_CAP, 32 * os.path.getsize(path)):
-                raise ValueError(f"it unfolds to {size:,} bytes")
+                raise ValueError(f"it decompresses to {size:,} bytes")
         with np.load(path, allow_pickle=False) as arrays:
             names = set(arrays.files)
             inputs, outputs = (
@@ -40,18 +40,18 @@ def inputs_and_outputs(path: str) -> tuple[list[Any], list[Any]]:
         ) from error
     if not inputs or not outputs:
         raise UnreadableFile(
-            f"{path} has the arrays {', '.join(sorted(names)) or 'none'}, and x0 (input) and "
-            f"y0 (expected\noutput) are needed. Write one with {_SAVEZ}"
+            f"{path} has the arrays {', '.join(sorted(names)) or 'none'}, but x0 (input) and y0 "
+            f"(expected\noutput) are needed. Write the file with {_SAVEZ}"
         )
     for array in inputs + outputs:
         if array.dtype.kind not in "fiub":
             raise UnreadableFile(
-                f"{path} holds an array of {array.dtype}, and numbers are needed.\n"
+                f"{path} holds an array of {array.dtype}, but numbers are needed.\n"
                 f"Write numbers with {_SAVEZ}"
             )
     if not all(array.size and np.isfinite(array).any() for array in outputs):
         raise UnreadableFile(
-            f"{path} has an expected output without a number in it: there is nothing to compare.\n"
+            f"{path} has an expected output that is empty: there is nothing to compare.\n"
             f"Write the outputs of the old model with {_SAVEZ}"
         )
     return inputs, outputs
@@ -67,9 +67,8 @@ def difference(model: Any, inputs: list[Any], outputs: list[Any]) -> float:
     """
     if len(inputs) != len(model.inputs):
         raise UnsuitableOutput(
-            f"The model takes {counted(len(model.inputs), 'input')}, and the file has "
-            f"{len(inputs)} (x0, ...).\n"
-            "Give one array for each input, in the model's order."
+            f"The model takes {counted(len(model.inputs), 'input')}, but the file has "
+            f"{len(inputs)} (x0, ...).\nProvide one array for each input, in the model's order."
         )
     given = [
         value.astype(tensor.dtype) if tensor.dtype != str(value.dtype) else value
@@ -79,7 +78,7 @@ def difference(model: Any, inputs: list[Any], outputs: list[Any]) -> float:
         found = model(given[0] if len(given) == 1 else given, training=False)
     except Exception as error:
         raise OutputMismatch(
-            f"The rescued model does not run: {' '.join(str(error).split())[:160]}\n"
+            f"The rescued model fails: {' '.join(str(error).split())[:160]}\n"
             "Nothing was written. Check the inputs in the .npz, and your custom layers."
         ) from error
     arrays = [
@@ -88,22 +87,23 @@ def difference(model: Any, inputs: list[Any], outputs: list[Any]) -> float:
     ]
     if len(arrays) != len(outputs):
         raise OutputMismatch(
-            f"The rescued model has {len(arrays)} outputs, and {len(outputs)} were given "
-            "(y0, ...).\nNothing was written. Give one array for each output, in the model's order."
+            f"The rescued model has {len(arrays)} outputs, but {len(outputs)} were given (y0, "
+            "...).\n"
+            "Nothing was written. Provide one array for each output, in the model's order."
         )
     worst = 0.0
     for position, (new, old) in enumerate(zip(arrays, outputs, strict=True)):
         if new.shape != old.shape:
             raise OutputMismatch(
-                f"Output {position} has the shape {new.shape}, and {old.shape} is expected.\n"
-                "Nothing was written. The inputs or the architecture are not those of the file."
+                f"Output {position} has the shape {new.shape}, but {old.shape} was expected.\n"
+                "Nothing was written. The inputs or the architecture do not match the file."
             )
         worst = max(worst, _apart(new, old.astype("float64")))
     if not worst <= TOLERANCE:
         raise OutputMismatch(
-            f"The rescued model's outputs differ from the expected ones by {worst:.3g}, more than "
-            f"{TOLERANCE:g}.\nNothing was written. If the expected outputs are right, "
-            "the architecture is another one:\ncheck --model or --config and custom layers."
+            f"The rescued model's outputs differ from the expected ones by {worst:.3g}, more "
+            f"than {TOLERANCE:g}.\nNothing was written. If the expected outputs are right, the "
+            "architecture is not the original one:\ncheck --model or --config and custom layers."
         )
     return worst
 

@@ -91,7 +91,7 @@ class OldFile:
         count = len(self.weights)
         if not self.flaws and count:
             return
-        what = f"{self.flaw or 'no weights'}. {self.library} wrote it and failed half way."
+        what = f"{self.flaw or 'no weights'}. {self.library} failed while it wrote the file."
         if not count:
             raise IncompleteFile(
                 f"{self.path} holds no weights at all: {what}\n"
@@ -101,7 +101,7 @@ class OldFile:
         listed = count + sum(len(group.missing) for group in self.groups)
         raise IncompleteFile(
             f"{self.path} holds {count} of {listed} weights: {what}\n"
-            "The missing numbers are nowhere in it; look for a file of template.save(),\n"
+            "The missing weights are not in the file. Look for a file of template.save(),\n"
             "save_weights() or an earlier checkpoint of the same run, and rescue that."
         )
 
@@ -169,15 +169,15 @@ def parse_json(raw: str, what: str, path: str) -> dict[str, Any]:
         flaw = f"a {type(found).__name__}, not an object"
     except RecursionError as error:
         raise HostileFile(
-            f"{path}: the {what} is nested deeper than any model.\n"
-            "The file is damaged or made to harm; it is not read."
+            f"{path}: the {what} is nested deeper than in any model.\n"
+            "The file is damaged or malicious; it is not read."
         ) from error
     except ValueError as error:
-        found, flaw = None, f"no JSON ({error})"
+        found, flaw = None, f"not valid JSON ({error})"
     if not isinstance(found, dict):
         raise UnreadableFile(
             f"{path}: the {what} is {flaw}.\n"
-            "The file is damaged; copy it again from where it was written."
+            "The file is damaged; copy it again from the original location."
         )
     return found
 
@@ -188,10 +188,10 @@ def parse_config(path: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             return parse_json(file.read(), "config", path)
     except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or "it is no text"
+        said = getattr(error, "strerror", None) or "it is not a text file"
         raise UnreadableFile(
             f"The config {path} cannot be read: {said}.\n"
-            "Give the file in which the template's to_json() was written."
+            "Pass the file that contains the output of the template's to_json()."
         ) from error
 
 
@@ -231,7 +231,7 @@ def old_file(path: str, handle: Any) -> OldFile:
 def _group(root: Any, name: str, flaws: list[str]) -> H5Group:
     group = hdf5.child(root, name)
     if group is None:
-        flaws.append(f"the group {name!r} is listed and not there")
+        flaws.append(f"the group {name!r} is listed but missing")
         return H5Group(name, ())
     listed = hdf5.names(group, "weight_names")
     if listed is None:
@@ -247,8 +247,8 @@ def _group(root: Any, name: str, flaws: list[str]) -> H5Group:
             present[weight] = _stored(weight, data)
     if missing:
         flaws.append(
-            f"{len(missing)} of {len(listed)} weights of {name!r} are not there "
-            f"(the first is {missing[0]!r})"
+            f"{len(missing)} of {len(listed)} weights of {name!r} are missing (the first is "
+            f"{missing[0]!r})"
         )
     return H5Group(name, tuple(present.values()), tuple(missing))
 

@@ -48,9 +48,9 @@ def template(path: str, config: dict[str, Any] | None, context: RebuildContext) 
     """
     if config is None:
         raise NeedsCode(
-            f"{path} holds weights and no architecture.\n"
-            "Give the template with --model file.py:function or --config template.json, or take\n"
-            "the arrays alone into a .safetensors file."
+            f"{path} holds weights but no architecture.\nPass the template with --model "
+            "file.py:function or --config template.json, or export\nonly the arrays into a "
+            ".safetensors file."
         )
     with weightless():
         part = build(config, context)
@@ -77,11 +77,11 @@ def build(model: dict[str, Any], context: RebuildContext) -> Part:
         raise
     except RecursionError as error:
         raise UntranslatableModel(
-            "The model is nested deeper than any known one.\nThe file is damaged or made to harm."
+            "The model is nested deeper than any known one.\nThe file is damaged or malicious."
         ) from error
     except Exception as error:  # Keras raises many kinds of errors
         raise UntranslatableModel(
-            f"Keras 3 does not build this old model: {type(error).__name__}: "
+            f"Keras 3 cannot build this old model: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:160]}\n{REBUILD}"
         ) from error
 
@@ -104,8 +104,8 @@ def require_modest(model: Any) -> int:
             return 1
         if depth > NESTING_CAP:
             raise UntranslatableModel(
-                f"The model has more than {NESTING_CAP} models within models.\n"
-                "The file is damaged or made to harm."
+                f"The model has more than {NESTING_CAP} nested models.\n"
+                "The file is damaged or malicious."
             )
         total = 0
         for one in inside:
@@ -114,8 +114,8 @@ def require_modest(model: Any) -> int:
             total += times * calls(one, depth + 1)
             if total > CALLS_CAP:
                 raise UntranslatableModel(
-                    f"The model calls more than {CALLS_CAP:,} layers, and no known one as many.\n"
-                    "The file is damaged or made to harm."
+                    f"The model calls more than {CALLS_CAP:,} layers, more than any known "
+                    "model.\nThe file is damaged or malicious."
                 )
         return total
 
@@ -129,8 +129,7 @@ def recursion_for(model: Any, context: RebuildContext) -> Iterator[None]:
     needed = 600 + 2 * require_modest(model)
     if needed > before:
         context.add_note(
-            "Keras follows a model layer by layer: where this one is loaded, call "
-            f"sys.setrecursionlimit({needed}) first"
+            f"this model is deeply nested: call sys.setrecursionlimit({needed}) before you load it"
         )
     sys.setrecursionlimit(max(needed, before))
     try:
@@ -149,8 +148,8 @@ def _model(entry: dict[str, Any], context: RebuildContext) -> Part:
         name = config.get("name") or entry.get("name") or "sequential"
         return _sequential(name, config["layers"], config.get("build_input_shape"), context)
     raise UntranslatableModel(
-        f"The model {config.get('name')!r} is a {entry.get('class_name')} with code of its own "
-        f"(a subclassed model).\n{REBUILD}"
+        f"The model {config.get('name')!r} is a {entry.get('class_name')} with custom code (a "
+        f"subclassed model).\n{REBUILD}"
     )
 
 
@@ -211,7 +210,9 @@ def _sequential(name: str, layers: Any, build_shape: Any, context: RebuildContex
             0, keras.Input(batch_shape=tuple(shape), dtype=kind, name=f"{clean(name)}_input")
         )
     else:
-        context.add_note(f"the Sequential {name!r} has no input shape: its parent gives it")
+        context.add_note(
+            f"the Sequential {name!r} has no input shape; it is taken from the parent model"
+        )
     return Part(name, keras.Sequential(stacked, name=clean(name)), "Sequential", parts, True)
 
 
@@ -243,8 +244,8 @@ def _functional(entry: dict[str, Any], context: RebuildContext) -> Part:
                 outputs[name, number] = list(result) if several else [result]
         if len(stuck) == len(waiting):
             raise UntranslatableModel(
-                f"The graph of {config.get('name')!r} has no order: {stuck[0][0]!r} waits for "
-                "a layer that is never called.\nThe file is damaged."
+                f"The graph of {config.get('name')!r} is not a valid graph: {stuck[0][0]!r} "
+                "depends on a layer that is never called.\nThe file is damaged."
             )
         waiting = stuck
     ends = [
@@ -260,7 +261,7 @@ def _functional(entry: dict[str, Any], context: RebuildContext) -> Part:
 def _input(name: str, config: dict[str, Any]) -> Any:
     if config.get("ragged"):
         raise UntranslatableModel(
-            f"The input {name!r} is ragged, which Keras 3 does not have everywhere.\n{REBUILD}"
+            f"The input {name!r} is ragged, which Keras 3 does not fully support.\n{REBUILD}"
         )
     return keras.Input(
         batch_shape=tuple(shape_of(config) or ()),
@@ -348,16 +349,16 @@ def _require_code(model: dict[str, Any], context: RebuildContext) -> None:
     if wanted:
         listed = ", ".join(wanted.values())
         raise NeedsCode(
-            f"The template needs code that is yours: {listed[:300]}.\n"
-            "Code in the file is never run. Give a file that defines each under its name with\n"
-            "--custom file.py (a Lambda: a function under the layer's name), or custom_objects=."
+            f"The template needs your own code: {listed[:300]}.\nCode in the file is never run. "
+            "Pass a file that defines these names with\n--custom file.py (for a Lambda: a "
+            "function with the name of the layer), or custom_objects=."
         )
 
 
 def _require_list(layers: Any) -> None:
     if not isinstance(layers, list):
         raise UntranslatableModel(
-            "A model of the file has no list of layers.\nThe file is damaged or made to harm."
+            "A model in the file has no list of layers.\nThe file is damaged or malicious."
         )
 
 

@@ -113,8 +113,8 @@ def state(old: OldFile, matched: Matched) -> tuple[list[Entry], bool]:
     carried = found is not None and not lacking and (not values or kind == "SGD")
     if old.optimizer and not carried:
         context.add_note(
-            f"the optimizer's state is dropped: {_why(old, kind, len(index))} (training goes "
-            "on with a fresh state)"
+            f"the optimizer's state is discarded: {_why(old, kind, len(index))} (training "
+            "continues with a new state)"
         )
         entries = [Entry(None, entry.number, entry.shape) for entry in entries]
     elif carried and step is None:
@@ -130,11 +130,11 @@ def _why(old: OldFile, kind: str, trainable: int) -> str:
     there = len(arrays) // len(_SLOTS.get(kind, ("",)))
     if 0 < there < trainable:
         return (
-            f"it is of {counted(there, 'weight')} and the model trains {trainable}, so some were "
-            "frozen; that a nested model was frozen as a whole is not in the file, set its "
-            "trainable=False"
+            f"it covers {counted(there, 'weight')}, but the model trains {trainable}, so some "
+            "were frozen; the file does not record that a nested model was frozen as a whole, "
+            "so set its trainable=False"
         )
-    return f"what the file has is not what {kind} keeps in Keras 3"
+    return f"its variables in the file differ from those of {kind} in Keras 3"
 
 
 def _layout(optimizer: Any, count: int) -> list[tuple[str, tuple[int, str] | None, Any]]:
@@ -213,13 +213,13 @@ def carry(old: OldFile, matched: Matched) -> None:
         )
     except Exception as error:  # old compile calls may fail in many ways
         reason = (str(error).splitlines() or [""])[0][:100]
-        context.add_note(
-            f"the model is not compiled: Keras 3 does not take its settings ({reason})"
-        )
+        context.add_note(f"the model is not compiled: Keras 3 rejects its settings ({reason})")
         model.optimizer = None
         return
     if settings.get("sample_weight_mode"):
-        context.add_note("sample_weight_mode is left out: Keras 3 has none, give weights per step")
+        context.add_note(
+            "sample_weight_mode is omitted: Keras 3 does not have it; pass one weight per time step"
+        )
 
 
 def _optimizer(entry: dict[str, Any], context: RebuildContext) -> Any:
@@ -227,7 +227,7 @@ def _optimizer(entry: dict[str, Any], context: RebuildContext) -> Any:
     if (own := context.custom_object(name)) is not None:
         return own.from_config(config)
     if not isinstance(name, str) or name not in (*_SLOTS, "Nadam", "Ftrl"):
-        context.add_note(f"the optimizer {name} is left out: it is none of Keras's")
+        context.add_note(f"the optimizer {name} is omitted: it is not a Keras optimizer")
         return None
     rate = config.pop("lr", config.pop("learning_rate", 0.001))
     decay = float(plain(config.pop("decay", 0.0)) or 0.0)
@@ -240,7 +240,7 @@ def _optimizer(entry: dict[str, Any], context: RebuildContext) -> Any:
     if config.get("epsilon", 0) is None:
         config["epsilon"] = 1e-7
     if name == "RMSprop":
-        context.add_note("RMSprop's epsilon lies inside the square root in Keras 3")
+        context.add_note("in Keras 3, RMSprop adds epsilon inside the square root")
     kept = {key: plain(value) for key, value in config.items() if key in _SETTINGS}
     return getattr(keras.optimizers, name)(learning_rate=rate, **kept)
 
@@ -254,7 +254,7 @@ def _per_output(value: Any, names: tuple[list[str], list[str]]) -> Any:
         if set(value) <= set(known):
             listed = [value.get(name) for name in known]
             return listed[0] if len(listed) == 1 else listed
-    raise ValueError(f"settings for outputs {sorted(value)}, and the outputs are {outputs}")
+    raise ValueError(f"settings for outputs {sorted(value)}, but the outputs are {outputs}")
 
 
 def _loss(value: Any, context: RebuildContext) -> Any:
@@ -267,14 +267,14 @@ def _loss(value: Any, context: RebuildContext) -> Any:
         try:
             keras.losses.get(value)
         except ValueError:
-            context.add_note(f"the loss {value!r} is none of Keras's: give it with --custom")
+            context.add_note(f"the loss {value!r} is not a Keras loss: pass it with --custom")
             return None
         return value
     if isinstance(value, dict):
         name, config = value.get("class_name"), dict(value.get("config") or {})
         cls = context.custom_object(name) or getattr(keras.losses, str(name), None)
         if cls is None:
-            context.add_note(f"the loss {name} is none of Keras's: give it with --custom")
+            context.add_note(f"the loss {name} is not a Keras loss: pass it with --custom")
             return None
         if config.get("reduction") in ("auto", None):
             config["reduction"] = "sum_over_batch_size"
@@ -312,7 +312,7 @@ def _metric(value: Any, context: RebuildContext) -> Any:
                 return cls(**{key: plain(one) for key, one in config.items()})
             except Exception as error:  # a metric must not fail the rescue
                 reason = (str(error).splitlines() or [""])[0][:80]
-                context.add_note(f"the metric {name!r} is left out: Keras 3 refuses it ({reason})")
+                context.add_note(f"the metric {name!r} is omitted: Keras 3 rejects it ({reason})")
                 return None
         value = config.get("fn") or name or value.get("class_name")
     if value is None:
@@ -325,7 +325,7 @@ def _metric(value: Any, context: RebuildContext) -> Any:
             found = keras.metrics.get(value)
         except ValueError:
             context.add_note(
-                f"the metric {value!r} is left out: it is none of Keras's (see --custom)"
+                f"the metric {value!r} is omitted: it is not a Keras metric (see --custom)"
             )
             return None
     if name is None or name == value:

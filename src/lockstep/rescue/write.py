@@ -152,7 +152,8 @@ def _places(matched: Matched) -> dict[int, str]:
     if missing:
         raise UnsuitableOutput(
             f"Keras does not save {matched.model.variables[min(missing)].path} of this model.\n"
-            "Its layers save themselves in a way of their own; take a .safetensors of the arrays."
+            "Its layers use a custom save method. Export the arrays to a .safetensors file "
+            "instead."
         )
     return found
 
@@ -179,8 +180,8 @@ def _row(
 
 def _misread(place: str, source: str) -> UnsuitableOutput:
     return UnsuitableOutput(
-        f"{place} was read back from the new file and is not {source}.\n"
-        "Nothing was written. The disk may be failing; try another, and tell us."
+        f"{place}, read back from the new file, differs from {source}.\nNothing was written. "
+        "The disk may be failing. Try another disk, and report this as a bug."
     )
 
 
@@ -198,7 +199,7 @@ def _write_keras2(old: OldFile, matched: Matched, path: str) -> tuple[list[Row],
             root = handle.create_group("model_weights")
             handle.attrs["model_config"] = json.dumps(config).encode()
         else:
-            matched.context.add_note("weights alone, under the names of the model that was given")
+            matched.context.add_note("weights only, under the names of the given model")
         for place in (handle, root):
             place.attrs["backend"] = (old.backend or "tensorflow").encode()
             place.attrs["keras_version"] = (old.version or "2.2.4").encode()
@@ -229,9 +230,9 @@ def _write_layers(matched: Matched, config: dict[str, Any] | None, root: Any) ->
         places.update(zip(at, listed, strict=True))
     if len(places) != len(pairs):
         raise UnsuitableOutput(
-            f"{len(pairs)} weights were to be written, and the config names layers for "
-            f"{len(places)}.\nNothing was written: two layers share a name, or one is in no "
-            "list. Write a .keras file."
+            f"There are {len(pairs)} weights, but the config has layers for only "
+            f"{len(places)}.\nNothing was written: two layers share a name, or one is not "
+            "listed. Write a .keras file."
         )
     return places
 
@@ -328,20 +329,20 @@ def replacing(output: str, source: str, size: int) -> Iterator[str]:
         raise UnsuitableOutput(f"{output} is a folder.\nGive the path of a file with -o.")
     if path.exists() and path.samefile(source):
         raise UnsuitableOutput(
-            f"The output {output} is the file that is read.\n"
-            "An old file is never overwritten by its rescue: give another path with -o."
+            f"The output {output} is also the input file.\n"
+            "The old file is never overwritten: give a different path with -o."
         )
     if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
         why = "no permission, or a read-only disk" if path.parent.is_dir() else "no such folder"
         raise UnsuitableOutput(
             f"The folder {path.parent} cannot be written: {why}.\n"
-            "Give a path in another folder with -o."
+            "Give a path in a different folder with -o."
         )
     free = shutil.disk_usage(path.parent).free  # HDF5 may abort the process on a full disk
     if free < size:
         raise UnsuitableOutput(
-            f"The new file needs up to {size:,} bytes, and {path.parent} has {free:,} left.\n"
-            "Make room, or give a path on another disk with -o."
+            f"The new file needs up to {size:,} bytes, but only {free:,} are free in "
+            f"{path.parent}.\nFree disk space, or give a path on another disk with -o."
         )
     try:
         with files.replacing(path) as temporary:
@@ -352,5 +353,5 @@ def replacing(output: str, source: str, size: int) -> Iterator[str]:
             raise
         raise UnsuitableOutput(
             f"{output} could not be written: {reason[:160]}.\n"
-            "Nothing was written. Make room, or give a path on another disk with -o."
+            "Nothing was written. Free disk space, or give a path on another disk with -o."
         ) from error

@@ -49,9 +49,8 @@ def first_batches(data: Any, number: int, batch_size: int | None) -> list[Batch]
         every = list(islice(fit_batches(*parts, batch_size=batch_size), number))
     except ValueError as error:
         raise UnusableData(
-            f"Data that fit takes was expected, and of this {type(data).__name__} Keras says: "
-            f"{first_line(error)}\n"
-            "Hand over (x, y), or a data set that fit takes."
+            f"Keras's fit does not accept this {type(data).__name__}: {first_line(error)}\n"
+            "Pass (x, y), or a data set that fit accepts."
         ) from error
     if not every:
         raise no_batch(data)
@@ -68,8 +67,8 @@ def for_fit(data: Any, batch_size: int | None) -> Parts:
     _check_batch_size(data, batch_size)
     if isinstance(data, Iterator):
         raise UnusableData(
-            f"Data for several calls of fit was expected, and a {type(data).__name__} is used up "
-            "by one.\nReturn arrays, a PyDataset, a tf.data.Dataset or a DataLoader."
+            f"Data for several calls of fit were expected, but a {type(data).__name__} is used "
+            "up after one.\nReturn arrays, a PyDataset, a tf.data.Dataset or a DataLoader."
         )
     return _parts(data) if _is_arrays(data) else (data, None, None)
 
@@ -86,8 +85,8 @@ def _unwrapped(data: Any) -> Any:
         return data
     if several():
         raise UnusableData(
-            f"{data!r} was given, and bench and plan take the data of all processes.\n"
-            "Give them a batch of all processes, the same one in each."
+            f"{data!r} was given, but bench and plan need the data of all processes.\n"
+            "Pass the same global batch in every process."
         )
     return data if data.makes_batches is not None else data.data
 
@@ -95,8 +94,8 @@ def _unwrapped(data: Any) -> Any:
 def no_batch(data: Any) -> UnusableData:
     """Return the error for data without a batch."""
     return UnusableData(
-        f"Batches to train on were expected, and the {type(data).__name__} holds none.\n"
-        "Hand over (x, y) or a data set with at least one batch."
+        f"Training batches were expected, but the {type(data).__name__} has none.\n"
+        "Pass (x, y) or a data set with at least one batch."
     )
 
 
@@ -127,13 +126,13 @@ def _check_batch_size(data: Any, batch_size: int | None) -> None:
         return
     if count_from_one(batch_size) is None:
         raise UnusableData(
-            f"batch_size={batch_size!r} was given, and a whole number of at least 1 was expected.\n"
-            "Leave batch_size out for 32."
+            f"batch_size={batch_size!r} was given, but a whole number of at least 1 was "
+            "expected.\nRemove batch_size to use the default of 32."
         )
     if not _is_arrays(data):
         raise UnusableData(
-            f"batch_size={batch_size} was given, and the data is a {type(data).__name__}, which "
-            "makes its own batches.\nLeave batch_size out."
+            f"batch_size={batch_size} was given, but the data are a {type(data).__name__}, "
+            "which makes its own batches.\nRemove batch_size."
         )
 
 
@@ -145,8 +144,8 @@ def _check_rows(parts: Parts) -> None:
     counts = {leaf.shape[:1] for leaf in leaves}
     if len(counts) != 1 or counts == {()}:
         raise UnusableData(
-            f"Arrays with one number of rows were expected, and they have {sorted(counts)}.\n"
-            "Hand over (x, y) or (x, y, sample_weight) with as many rows in each."
+            f"All arrays need the same number of rows, but they have {sorted(counts)}.\n"
+            "Pass (x, y) or (x, y, sample_weight) with equal numbers of rows."
         )
     if counts == {(0,)}:
         raise no_batch(parts[0])
@@ -156,8 +155,8 @@ def _data_set(data: Any) -> Any:
     """Return a data set that can be inspected: an iterator as a generator with a first batch."""
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise UnusableData(
-            f"Data to train on was expected, and this is a {type(data).__name__}.\n"
-            "Hand over (x, y), or a data set that gives such batches."
+            f"Training data were expected, but got a {type(data).__name__}.\n"
+            "Pass (x, y), or a data set that yields such batches."
         )
     if not isinstance(data, Iterator):
         return data
@@ -171,8 +170,8 @@ def _array(leaf: Any) -> np.ndarray:
     array = np.asarray(leaf)
     if array.dtype == object and hasattr(leaf, "toarray"):
         raise UnusableData(
-            f"Dense arrays were expected, and this is a {type(leaf).__name__}.\n"
-            "Hand over its toarray(): the numbers are the same."
+            f"Dense arrays were expected, but got a {type(leaf).__name__}.\n"
+            "Pass the result of its toarray(): the values are the same."
         )
     return array
 
@@ -182,9 +181,9 @@ def _parts(item: Any) -> Parts:
         item = (item,)
     if not 1 <= len(item) <= 3:
         raise UnusableData(
-            "(x, y) or (x, y, sample_weight) was expected, and this has "
+            "(x, y) or (x, y, sample_weight) was expected, but got "
             f"{counted(len(item), 'part')}.\n"
-            "Put several inputs into a list or dict of their own."
+            "Put several inputs into one list or dict."
         )
     x, y, sample_weight = [*item, None, None][:3]
     return x, y, sample_weight

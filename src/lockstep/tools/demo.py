@@ -107,9 +107,9 @@ class DemoResult:
         losses = max(max(task.apart) for task in self.tasks)
         weights = max(task.weight_difference for task in self.tasks)
         return (
-            f"{self.devices} devices gave what one device gave: after each of {steps} training "
-            f"steps the losses were at most {losses:.1e} apart, and at the end the weights at most "
-            f"{weights:.1e}; the bound is {BOUND:.0e}."
+            f"{self.devices} devices gave the same results as one device: the losses of all "
+            f"{steps} training steps differ by at most {losses:.1e}, and the final weights by "
+            f"at most {weights:.1e}. The bound is {BOUND:.0e}."
         )
 
     def table(self) -> list[tuple[str, str, str, str]]:
@@ -147,8 +147,8 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
 
     if keras.backend.backend() != "jax":
         raise UnsupportedBackend(
-            f"The demo is made for JAX, and Keras runs on {keras.backend.backend()!r}.\n"
-            "Run it as KERAS_BACKEND=jax lockstep demo; `lockstep verify` compares your own model."
+            f"The demo needs JAX, but Keras runs on {keras.backend.backend()!r}.\nRun it as "
+            "KERAS_BACKEND=jax lockstep demo; `lockstep verify` compares your own model."
         )
     rehearse(devices)
     both = tasks()
@@ -157,7 +157,7 @@ def run_demo(devices: int, epochs: int, folder: Path) -> DemoResult:
         runs = [
             [_train(task, epochs, count, advance) for count in (None, devices)] for task in both
         ]
-        advance("The files, by plain Keras in a process of its own", 0)
+        advance("The files, loaded by plain Keras in a separate process", 0)
         files = [folder / f"{task.name.lower()}.keras" for task in both]
         for file, (_, (many, _)) in zip(files, runs, strict=True):
             many.save(file)

@@ -47,10 +47,10 @@ def _draw_differences(figure: Any, apart: dict[str, list[float]], bound: float) 
     axes.axhline(bound, color="red", linestyle="--", label=f"bound {bound:.0e}")
     axes.set(
         xlabel="training step",
-        ylabel="difference of the losses",
+        ylabel="loss difference",
         yscale="log",
         ylim=(_LEAST / 1.5, 1e-3),
-        title="One device and several: how far apart",
+        title="Difference between one device and several",
     )
     ticks = [10.0**power for power in range(-9, -2)]
     axes.set_yticks(ticks, ["none", *(f"1e{power}" for power in range(-8, -2))])
@@ -68,4 +68,4 @@ def _draw_digits(figure: Any, images: Any, truths: Any, guesses: Any) -> None:
             cell.set_title(
                 f"{guesses[position]}", color="black" if right_guess else "red", fontsize=10
             )
-    figure.suptitle("Held-out digits and what the model takes them for", fontsize=11)
+    figure.suptitle("Held-out digits and their predicted labels", fontsize=11)

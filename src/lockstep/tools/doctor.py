@@ -99,9 +99,9 @@ class Findings:
     def _sharing(self) -> str:
         problem = cannot_share(self.nccl)
         if problem:
-            return f"one GPU cannot be several devices: {problem}"
+            return f"one GPU cannot be shared as several devices: {problem}"
         version = ".".join(map(str, self.nccl or ()))
-        return f"{SHARE_GPU}=2 makes two devices of one GPU, by NCCL {version}"
+        return f"{SHARE_GPU}=2 makes two devices out of one GPU (NCCL {version})"
 
     def advice(self) -> str:
         """Return the one thing to change, or that nothing has to change.
@@ -122,23 +122,23 @@ class Findings:
             )
         if self.backend not in PACKAGES:
             return (
-                f"Keras runs on {self.backend}, and lockstep on {', '.join(PACKAGES)}.\n"
-                "Change: export KERAS_BACKEND=jax"
+                f"Keras runs on {self.backend}, but lockstep supports only "
+                f"{', '.join(PACKAGES)}.\nChange: export KERAS_BACKEND=jax"
             )
         if not self.devices:
             return self.failure
         unused = self.gpus and not gpus and not self.rehearsal and self.visible not in ("", "-1")
         if unused:
             return (
-                f"{counted(self.gpus, 'NVIDIA GPU')} found, and {self.backend} does not use "
+                f"{counted(self.gpus, 'NVIDIA GPU')} found, but {self.backend} does not use "
                 f"{'it' if self.gpus == 1 else 'them'}.\n{self._for_gpus()}"
             )
         if len(self.devices) == 1 or len(gpus) == 1:
             return (
-                "Nothing has to change. One device is here; to try several, set "
-                f"{REHEARSE}=4 before Python starts."
+                f"Nothing to change. There is one device; to try several, set {REHEARSE}=4 "
+                "before Python starts."
             )
-        return "Nothing has to change."
+        return "Nothing to change."
 
     def _other_backend(self) -> str:
         if self.backend != "jax" and self.installed.get("jax"):
@@ -156,7 +156,7 @@ class Findings:
                 f"torch {version} is a CPU build.\n"
                 "Change: install a CUDA build: https://pytorch.org/get-started/locally"
             )
-        return f'The reason: {sys.executable} -c "import torch; torch.cuda.init()"'
+        return f'To see the reason, run: {sys.executable} -c "import torch; torch.cuda.init()"'
 
     def _cuda(self) -> str:
         if not self.gpus:
@@ -220,7 +220,7 @@ def _probe(environ: Mapping[str, str]) -> tuple[tuple[tuple[str, str], ...], str
         check=False,
     )
     if done.returncode != 0:
-        return (), f"The backend ended Python with status {done.returncode}."
+        return (), f"Python exited with status {done.returncode} when the backend started."
     found = json.loads(done.stdout.splitlines()[-1])
     return tuple((name, kind) for name, kind in found.get("devices", ())), found.get("failure", "")
 
@@ -236,8 +236,8 @@ def script_environment(chosen: str | None) -> dict[str, str]:
 
 
 NO_TPU_YET = (
-    "No TPU has run lockstep yet: its code for TPUs was tried on devices that pretend to be some. "
-    "Run\nlockstep doctor --devices --train first, and lockstep verify on your model."
+    "Lockstep has not yet been run on a TPU: its TPU code was tested on CPU devices that pose "
+    "as TPUs. Run\nlockstep doctor --devices --train first, and lockstep verify on your model."
 )
 """What the command says where TPUs are found."""
 
@@ -245,7 +245,7 @@ VALUES = 2**22
 """Values of a pattern: 16 MiB, more than a device copies in one piece."""
 
 CAUSE_OF_WRONG_PAIRS = (
-    "The usual cause is the IOMMU or PCIe ACS, which change direct copies between GPUs.\n"
+    "The usual cause is the IOMMU or PCIe ACS, which corrupts direct copies between GPUs.\n"
     "Change: turn both off (BIOS, or iommu=off for the kernel). Until then, training on these "
     "devices is wrong."
 )
@@ -310,7 +310,7 @@ def check_devices(engine: "Engine", *, rehearsed: bool) -> tuple[list[str], str]
     exchanged = import_module(f"lockstep.engines.{engine.name}.devices").exchanged
     found = wrong_pairs(exchanged, names, values)
     pairs = counted(len(names) * (len(names) - 1) // 2, "pair")
-    said = f"{pairs} of devices tested by copies and sums, bit for bit."
+    said = f"{pairs} of devices tested with copies and sums: all results are exact."
     if rehearsed:
         flipped = wrong_pairs(_flipping(exchanged, names[0], names[1]), names, values)
         if [each.split(": ")[0] for each in flipped] != [f"{names[0]} to {names[1]}"]:

@@ -60,8 +60,8 @@ def first_process(callback: Any | Callable[[], Any]) -> Any:
         made = callback() if callback is not Checkpoint and is_first() else None
     if callback is Checkpoint or isinstance(made, Checkpoint):
         raise NotACallback(
-            "first_process was given a lockstep.Checkpoint, which every process needs: they save "
-            "together.\nGive it to fit as it is."
+            "first_process was given a lockstep.Checkpoint, which must run in every process.\n"
+            "Pass the Checkpoint to fit without first_process."
         )
     if not is_first():
         return keras.callbacks.Callback()
@@ -72,6 +72,7 @@ def first_process(callback: Any | Callable[[], Any]) -> Any:
 
 def _refused(given: Any) -> NotACallback:
     return NotACallback(
-        f"first_process was given {given!r:.80}, and a Keras callback was expected, or a function "
-        "that makes one.\nGive it the callback, or the class if it is made without arguments."
+        f"first_process was given {given!r:.80}, but a Keras callback, or a function that "
+        "returns one, was expected.\n"
+        "Pass the callback, or its class if the class needs no arguments."
     )

@@ -84,18 +84,18 @@ def predict(
     for name, number in (("batch_size", batch_size), ("steps", steps)):
         if number is not None and count_from_one(number) is None:
             raise UnusableData(
-                f"{name}={shown(number)} was given, and a whole number of at least 1 was expected."
+                f"{name}={shown(number)} was given, but a whole number of at least 1 was expected."
             )
     if type(model).predict is not trainer_class().predict:
         raise UnsupportedModel(
-            f"{type(model).__name__} has its own predict, and lockstep.predict runs the loop of "
-            "Keras's.\nOverride predict_step instead, or call its predict."
+            f"{type(model).__name__} has its own predict, but lockstep.predict uses the loop of "
+            "Keras's predict.\nOverride predict_step instead, or call model.predict."
         )
     is_attached = attachment_of(model) is not None
     if not is_attached and several():
         raise UnsupportedModel(
-            f"{model.name!r} is not distributed, and several processes run: each would predict all "
-            "rows.\nCall lockstep.distribute(model) first."
+            f"{model.name!r} is not distributed, but several processes are running: each would "
+            "predict all rows.\nCall lockstep.distribute(model) first."
         )
     path: Path | None = None
     if callable(to) and not isinstance(to, keras.layers.Layer):
@@ -134,9 +134,9 @@ def _path_here(path: Path) -> Path:
     others = unfinished_of_others(path, size) if rank == 0 else []
     if others:
         warnings.warn(
-            f"{others[0]} is unfinished, and {size} processes have other rows each: these "
-            "predictions begin anew.\nStart as many processes as then to go on there, or remove "
-            f"{counted(len(others), 'folder')} like it.",
+            f"{others[0]} is unfinished, but with {size} processes the rows are split "
+            "differently: these predictions start again.\nTo continue it, start as many "
+            f"processes as before. Or remove the {counted(len(others), 'unfinished folder')}.",
             LockstepWarning,
             stacklevel=3,
         )

@@ -32,15 +32,15 @@ def call_target(target: str) -> Any:
     function = getattr(module, name, None)
     if not callable(function):
         raise TargetNotFound(
-            f"{target!r} was asked for, and {place} has no function {name!r}.\n"
+            f"{target!r} was requested, but {place} has no function {name!r}.\n"
             + _similar(place, name, module)
         )
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         raise TargetNotFound(
-            f"{target!r} was asked for, and {name} needs arguments: {error}.\n"
-            "Name a function that is called without any."
+            f"{target!r} was requested, but {name} needs arguments: {error}.\n"
+            "Name a function without required arguments."
         ) from None
     except ValueError:  # no signature is known
         pass
@@ -70,7 +70,7 @@ def _check_backend(place: str) -> None:
     got = getattr(getattr(sys.modules.get("keras"), "backend", None), "backend", lambda: asked)()
     if asked != got:
         raise UnsupportedBackend(
-            f"{place} asks for KERAS_BACKEND={asked}, and Keras had started on {got} before.\n"
+            f"{place} sets KERAS_BACKEND={asked}, but Keras had already started on {got}.\n"
             f"Set KERAS_BACKEND={asked} in the environment of the command."
         )
 
@@ -88,7 +88,7 @@ def model_and_data(target: str) -> tuple[Any, Any]:
     if not pair or (isinstance(result[1], keras.Model) and not isinstance(result[0], keras.Model)):
         what = "(data, model)" if pair else f"a {type(result).__name__}"
         raise TargetNotFound(
-            f"{target} returned {what}, and (model, data) was expected.\n"
+            f"{target} returned {what}, but (model, data) was expected.\n"
             "Return a compiled model and (x, y), or a data set of such batches."
         )
     return result[0], result[1]
@@ -108,9 +108,9 @@ def float64_model_and_data(target: str) -> tuple[Any, Any]:
     others = layers_not_in_float64(model)
     if others:
         raise UnusableData(
-            f"float64 was asked for, and {others[0].name!r} of {target} computes in "
-            f"{others[0].compute_dtype}.\nBuild it there without a dtype; a model that is loaded "
-            "from a file keeps the type of the file."
+            f"float64 was requested, but {others[0].name!r} of {target} computes in "
+            f"{others[0].compute_dtype}.\nBuild the model without an explicit dtype. A model "
+            "that is loaded from a file keeps the dtype of the file."
         )
     return model, data
 
@@ -127,8 +127,8 @@ def model_alone(target: str) -> Any:
     model = result[0] if isinstance(result, tuple) and result else result
     if not isinstance(model, keras.Model):
         raise TargetNotFound(
-            f"{target} returned a {type(model).__name__}, and a Keras model was expected.\n"
-            "Let the function return the model, built and with its weights made."
+            f"{target} returned a {type(model).__name__}, but a Keras model was expected.\n"
+            "Return a built model from the function."
         )
     return model
 
@@ -146,7 +146,7 @@ def load_module(place: str) -> ModuleType:
         return _load_file(Path(place))
     if place.startswith("."):
         raise TargetNotFound(
-            f"{place!r} was asked for, and a module's name begins with no dot.\n"
+            f"{place!r} was requested, but a module name cannot begin with a dot.\n"
             "Write package.module:function, or file.py:function."
         )
     sys.path.insert(0, str(Path.cwd()))
@@ -157,16 +157,16 @@ def load_module(place: str) -> ModuleType:
         if error.name is None or not place.startswith(error.name):
             raise  # an import in the module of the user has failed
         raise TargetNotFound(
-            f"{place!r} was asked for, and there is no module {error.name!r}.\n"
-            f"Modules are looked for from {Path.cwd()} and in the environment."
+            f"{place!r} was requested, but there is no module {error.name!r}.\n"
+            f"Modules are searched in {Path.cwd()} and in the environment."
         ) from None
 
 
 def _load_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise TargetNotFound(
-            f"{str(file)!r} was asked for, and there is no file {file}.\n"
-            f"Files are looked for from {Path.cwd()}."
+            f"{str(file)!r} was requested, but there is no file {file}.\n"
+            f"The path is relative to {Path.cwd()}."
         )
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None, "a name that ends in .py has a loader"
@@ -187,8 +187,8 @@ def _as_a_script(place: str) -> Iterator[None]:
         yield
     except SystemExit as error:
         raise TargetNotFound(
-            f"{place} ended Python (with {error.code!r}) before it gave what was asked for.\n"
-            "Put what a script does at its end under if __name__ == '__main__':."
+            f"{place} exited Python (with {error.code!r}) before the function could be called.\n"
+            "Put the code that runs the script under if __name__ == '__main__':."
         ) from None
     finally:
         sys.argv = before

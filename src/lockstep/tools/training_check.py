@@ -97,13 +97,13 @@ def summary(every: list[Trained], engine: "Engine") -> str:
     """Return the last sentence of the report."""
     names = parse_devices(None, engine.devices())
     if not every:
-        return f"{names[0]} is the only device, and it has nothing to be compared with."
+        return f"{names[0]} is the only device, so there is nothing to compare it with."
     if all(each.is_equal for each in every):
-        return f"{names_in_words(names)}: training gives what one device gives."
+        return f"{names_in_words(names)}: training gives the same results as on one device."
     wrong = [each.name.partition(",")[0] for each in every if not each.is_equal]
     return (
-        f"{names_in_words(names)}: training is not known to be right: {', '.join(wrong)}.\n"
-        "Paste this report into an issue; lockstep doctor --devices looks at the connections alone."
+        f"{names_in_words(names)}: training may be wrong: {', '.join(wrong)}.\n"
+        "Paste this report into an issue; lockstep doctor --devices tests only the connections."
     )
 
 

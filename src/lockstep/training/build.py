@@ -45,8 +45,8 @@ def build(model: Any, step: str, batch: Any) -> None:
             attributes["optimizer"] = optimizer
     except RuntimeError as error:
         raise UnsupportedModel(
-            f"{model.name!r} is not built, and Keras cannot build it from the shapes of a batch.\n"
-            "Call the model on one batch, model(x), and distribute it then."
+            f"{model.name!r} is not built, and Keras cannot build it from the shapes of a "
+            "batch.\nCall the model on one batch first, model(x), and then distribute it."
         ) from error
     if step == "train" and optimizer is not None and not optimizer.built:
         # keras/src/optimizers/base_optimizer.py, BaseOptimizer.apply, builds it in this

@@ -64,9 +64,9 @@ class CallGuard:
         """
         if self._calls and self._thread is threading.current_thread():
             raise BusyModel(
-                f"{name} of {self._model.name!r} was called within its {self._calls[0]}, by a "
-                "callback say, and a model\nstays on its devices until that call has ended. "
-                f"Call {name} before or after it."
+                f"{name} of {self._model.name!r} was called during its {self._calls[0]}, for "
+                "example by a callback. The devices of a model\n"
+                f"cannot change during a call. Call {name} before or after it."
             )
         with self.turn(name):
             yield
@@ -79,9 +79,10 @@ class CallGuard:
             if "fit" in self._calls:
                 raise BusyModel(
                     f"{name} of {self._model.name!r} was called in thread "
-                    f"{threading.current_thread().name!r}, and another thread is in its fit.\n"
-                    "A Keras model does one at a time: call it when fit has ended, or give the "
-                    "thread a model\nof its own (keras.models.clone_model and set_weights)."
+                    f"{threading.current_thread().name!r}, while another thread runs its fit.\n"
+                    "A Keras model can run only one call at a time. Wait for the end of fit, or "
+                    "use a separate model\n"
+                    "in the thread (keras.models.clone_model and set_weights)."
                 )
             wait = _MOMENT
         try:

@@ -76,16 +76,16 @@ def joining_rows(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         if not own:
             return method(*args, **kwargs)
         if any(isinstance(value, SplitReading) for value in own.values()):
-            raise UnusableData(f"{name} was given lockstep.split_reading, and takes arrays.")
+            raise UnusableData(f"{name} was given lockstep.split_reading, but needs arrays.")
         if not several():
             given |= {key: value.data for key, value in own.items()}
             return _called(method, given)
         for key, value in given.items():
             if key not in own and value is not None and key in (0, 1, 2, *_OF_ROWS):
                 raise UnusableData(
-                    f"{name} was given rows of this process, and beside them a "
+                    f"{name} was given rows of this process, together with a "
                     f"{type(value).__name__} of all rows.\n"
-                    "Wrap each: x, y and sample_weight, by lockstep.process_local."
+                    "Wrap each of x, y and sample_weight with lockstep.process_local."
                 )
         with CALLS.call(name) as outermost:
             if outermost:

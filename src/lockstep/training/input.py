@@ -233,8 +233,8 @@ def check_times(times: object) -> None:
     """
     if not isinstance(times, Integral) or times < 1:
         raise UnsupportedModel(
-            f"compile(steps_per_execution={times!r}) was asked for, and a whole number of at least "
-            "1 is needed.\nTry 10; lockstep bench suggests a number."
+            f"compile(steps_per_execution={times!r}) was requested, but a whole number of at "
+            "least 1 is needed.\nTry 10; lockstep bench suggests a number."
         )
 
 

@@ -192,7 +192,7 @@ class Loop:
         if steps > 1:
             fit.batches.run_at_once(steps)
             if fit.verbose != 0 and model.train_function is not self._ran:
-                print(f"lockstep: {steps} short steps run as one program", flush=True)
+                print(f"lockstep: {steps} short steps run in one program", flush=True)
 
     def _observed(self, fit: "_Fit") -> FitRun:
         model, session = self.model, self._session
@@ -495,6 +495,6 @@ class Loop:
 
 def _no_batch(call: str) -> UnusableData:
     return UnusableData(
-        f"{call} was given 0 batches, and at least 1 is needed.\n"
-        "A generator ends once, and a filter may leave nothing: give data that has rows."
+        f"{call} was given 0 batches, but at least 1 is needed.\n"
+        "The generator may be used up, or a filter may remove all rows. Pass data with rows."
     )

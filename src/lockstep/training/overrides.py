@@ -21,9 +21,8 @@ def check_makers(model: Any) -> None:
 def own_maker(owner: str, name: str) -> UnsupportedModel:
     """Return the error for a class or model with such a method of its own."""
     return UnsupportedModel(
-        f"{owner} has its own {name}, and lockstep has to replace that "
-        "method to run the step on several devices.\n"
-        "Override train_step, test_step or predict_step instead."
+        f"{owner} has its own {name}, but lockstep must replace that method to run the step on "
+        "several devices.\nOverride train_step, test_step or predict_step instead."
     )
 
 

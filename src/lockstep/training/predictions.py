@@ -104,8 +104,8 @@ def _own_rows(outputs: Any, batches: list[Counts]) -> Any:
         start += counts.total
     if start != rows:
         raise UnsupportedModel(
-            f"{rows} rows were predicted for {start} rows of the processes, which cannot be told "
-            "apart.\nGive every process all data, without process_local."
+            f"{rows} rows were predicted for {start} input rows, so they cannot be assigned to "
+            "processes.\nPass all data in every process, without process_local."
         )
 
     def cut(leaf: Any) -> np.ndarray:
@@ -286,7 +286,7 @@ class RowsIntoFiles(RowsToFunction):
             self._has_rows, self._skipped = True, left["position"][0]
             rows = max(file["rows"] for file in left["files"])
             if is_first() and (self.params or {}).get("verbose"):
-                print(f"lockstep: {self._folder.path} goes on after {counted(rows, 'row')}")
+                print(f"lockstep: {self._folder.path} continues after {counted(rows, 'row')}")
 
     def _newest_of_all(self, left: dict[str, Any] | None) -> int | None:
         """Return the number of the newest position of this process that all processes have."""
@@ -307,9 +307,10 @@ class RowsIntoFiles(RowsToFunction):
         if what is not None:
             name, there, mine = (part[:60] for part in what)
             raise PredictionFileError(
-                f"{self._folder.path} is unfinished, with another model: {name} was {there},\nand "
-                f"is {mine}. Give the model of that call, or another path; or remove the folder\n"
-                f"{self._folder.path.name}{SUFFIX} to begin anew."
+                f"{self._folder.path} is unfinished, and was written with a different model: "
+                f"{name} was {there},\nbut is now {mine}. Use the same model as before, or a "
+                f"different path. Or remove the folder\n{self._folder.path.name}{SUFFIX} to "
+                "start again."
             )
 
     def _note(self) -> None:

@@ -106,6 +106,5 @@ def not_built(model: Any, error: Exception) -> UnusableData:
     reason = str(error).strip().splitlines()[-1][:160]
     return UnusableData(
         f"{model.name!r} is not built, and Keras cannot build it from a batch: {reason}\n"
-        "Build it as its own code does, by one short call of its fit for example, and verify it "
-        "then."
+        "Build it first, for example with a short call of its own fit, and then verify it."
     )

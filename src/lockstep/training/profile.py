@@ -59,7 +59,7 @@ class Profile(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no t
     def __init__(self, path: str | os.PathLike[str] | None = None, verbose: int = 1) -> None:
         super().__init__()
         if verbose not in (0, 1):
-            raise ProfileError(f"verbose={shown(verbose)} was asked for.\nSay 0 or 1.")
+            raise ProfileError(f"verbose={shown(verbose)} was requested.\nPass 0 or 1.")
         self.report: FitProfile | None = None
         # Absolute, because a callback may change the working directory.
         self._path = None if path is None else _absolute(path)
@@ -70,18 +70,18 @@ class Profile(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no t
         """Raise if another training loop than lockstep's runs, which this does not see."""
         if self._clock is None:
             raise UnsupportedModel(
-                "lockstep.Profile needs lockstep's training loop, and another loop runs: the model "
-                "is not\ndistributed, or its fit does not call Keras's fit. Call "
-                "lockstep.distribute(model, devices=1) first; one device is enough.\n"
-                "In a loop of your own, call super().fit."
+                "lockstep.Profile works only in lockstep's training loop. Either the model is "
+                "not distributed, or its fit\ndoes not call Keras's fit. Call "
+                "lockstep.distribute(model, devices=1) first; one device is enough.\nIf the "
+                "class overrides fit, call super().fit in it."
             )
 
     def _begin(self) -> FitClock:
         """Start the clock of a `fit`."""
         if self._path is not None and process_group.is_first() and not self._path.parent.is_dir():
             raise ProfileError(
-                f"path={str(self._path)!r} was asked for, and there is no folder "
-                f"{str(self._path.parent)!r}.\nMake it first."
+                f"path={str(self._path)!r} was requested, but there is no folder "
+                f"{str(self._path.parent)!r}.\nCreate it first."
             )
         self.report, self._clock = None, FitClock()
         return self._clock
@@ -159,13 +159,13 @@ def _check(given: Any) -> None:
     profiles = [each for each in callbacks_in(given) if isinstance(each, Profile)]
     if isinstance(given, keras.callbacks.CallbackList):
         raise ProfileError(
-            "lockstep.Profile was given in a keras.callbacks.CallbackList, which would not let it "
-            "time the callbacks.\nGive fit a plain list of callbacks."
+            "lockstep.Profile was passed in a keras.callbacks.CallbackList, where it cannot "
+            "time the callbacks.\nPass a plain list of callbacks to fit."
         )
     if len(profiles) > 1:
         raise ProfileError(
-            f"{len(profiles)} profiles were given to one fit, and 1 sees all of it.\n"
-            "Leave the others out."
+            f"{len(profiles)} profiles were given to one fit, but one measures the whole fit.\n"
+            "Remove the others."
         )
 
 

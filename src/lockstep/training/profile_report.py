@@ -129,10 +129,10 @@ class FitProfile(Report):
         one_by_one = self.steps_per_execution == 1 and self.backend != "torch"  # Keras refuses it
         if self.step < SHORT and one_by_one:
             return (
-                f"Try compile(steps_per_execution=10): a step takes {self.step * 1e3:.2g} ms, and "
-                "Python starts each."
+                f"Try compile(steps_per_execution=10): a step takes only {self.step * 1e3:.2g} "
+                "ms, and Python starts each one."
             )
-        return "The steps take longest: lockstep bench tells whether more devices help."
+        return "The steps take the longest: lockstep bench shows whether more devices help."
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same as plain lists, numbers and strings."""
@@ -163,8 +163,8 @@ class FitProfile(Report):
 
 
 _NO_TPU_YET = (
-    "No TPU has been timed by lockstep yet: whether its parts are these is not known. "
-    "`fit` took the whole."
+    "Profile has not been tested on a TPU, so the split into parts may be wrong. The total time "
+    "of `fit` is right."
 )
 _BAR = "ProgbarLogger"
 

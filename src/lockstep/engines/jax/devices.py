@@ -59,8 +59,9 @@ def _check_share(own: list[Device]) -> None:
     if shares != jax.process_count():
         raise DeviceError(
             f"{SHARE_GPU}={shares} was set, and {counted(jax.process_count(), 'process')} "
-            f"{'runs' if jax.process_count() == 1 else 'run'}: on JAX, each share of a GPU is a "
-            f"process of its own.\nStart the script so: lockstep run --processes {shares} SCRIPT"
+            f"{'runs' if jax.process_count() == 1 else 'run'}, but on JAX each share of a GPU "
+            "needs its own process.\n"
+            f"Start the script with: lockstep run --processes {shares} SCRIPT"
         )
     let_ranks_share(os.environ, nccl_version())
 

@@ -32,8 +32,8 @@ try:
     distributed.global_state.client  # noqa: B018 (what jax.distributed.initialize connects)
 except (ImportError, AttributeError) as error:
     raise UnsupportedFramework(
-        f"JAX {jax.__version__} lacks a private part that lockstep needs: {error}.\n"
-        f"It was there up to JAX {NEWEST}, and may change in any version.\n"
+        f"JAX {jax.__version__} lacks an internal function that lockstep needs: {error}.\n"
+        f"It exists up to JAX {NEWEST}, but may change in any version.\n"
         f'Run pip install "jax<={NEWEST}"'
     ) from error
 
@@ -78,13 +78,13 @@ def scan_counts(equation: Any) -> tuple[int, int]:
         constants, carried, _ = params["ft_in"].unpack()
         return len(constants), len(carried)
     except (AttributeError, TypeError, ValueError) as error:
-        raise _unknown("scan", "tells its carried values in another way") from error
+        raise _unknown("scan", "describes its carried values differently") from error
 
 
 def _unknown(operation: str, problem: str) -> UnsupportedFramework:
     return UnsupportedFramework(
-        f"The operation {operation} {problem} in JAX {jax.__version__}, and lockstep reads it.\n"
-        f"Install a JAX that lockstep was tried with: {NEWEST} is the newest.\n"
+        f"The operation {operation} {problem} in JAX {jax.__version__}, but lockstep needs it.\n"
+        f"Install a version of JAX that lockstep was tested with; the newest is {NEWEST}.\n"
         f'Run pip install "jax<={NEWEST}"'
     )
 

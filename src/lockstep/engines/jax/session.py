@@ -336,11 +336,11 @@ class JaxSession(Session):
                 for other in holders_of(value) if isinstance(value, keras.Variable) else ():
                     if other.model is not self.model and other.devices != self.devices:
                         return LayoutConflict(
-                            f"{self.model.name!r} is on {names_in_words(self.devices)}, and a "
-                            f"callback of it computes with variables of {other.model.name!r}\non "
-                            f"{names_in_words(other.devices)}: JAX needs the same devices. "
-                            "Distribute both on the same devices, or read\n"
-                            "the values first: variable.numpy()."
+                            f"{self.model.name!r} is on {names_in_words(self.devices)}, but one "
+                            "of its callbacks combines its variables with those of "
+                            f"{other.model.name!r}\non {names_in_words(other.devices)}: JAX "
+                            "needs the same devices. Distribute both models to the same "
+                            "devices, or\nread the values first: variable.numpy()."
                         )
             trace = trace.tb_next
         return None
@@ -545,8 +545,8 @@ def _check_mode() -> None:
     # keras/src/backend/config.py: in this mode variables are Flax NNX objects.
     if is_nnx_enabled():
         raise UnsupportedBackend(
-            "Keras runs with KERAS_NNX_ENABLED, and the engine serves plain JAX variables.\n"
-            "Unset KERAS_NNX_ENABLED before Keras is imported."
+            "Keras runs with KERAS_NNX_ENABLED, but lockstep supports only plain JAX "
+            "variables.\nUnset KERAS_NNX_ENABLED before Keras is imported."
         )
 
 
@@ -555,8 +555,8 @@ def _check_no_distribution() -> None:
     distribution = keras.distribution.distribution()
     if distribution is not None:
         raise LayoutConflict(
-            f"A global keras.distribution is set ({type(distribution).__name__}), and would lay "
-            "out variables beside lockstep.\n"
+            f"A global keras.distribution is set ({type(distribution).__name__}), but only one "
+            "of it and lockstep can lay out variables.\n"
             "Call keras.distribution.set_distribution(None) first, and build the model after it."
         )
 
@@ -571,17 +571,17 @@ def _check_layout(model: Any, variable: Any) -> None:
         return
     raise LayoutConflict(
         f"Variable {variable.path!r} of {model.name!r} is laid out by another tool "
-        f"({type(layout or variable.value.sharding).__name__}), and lockstep wants to lay it out.\n"
-        "Distribute with one tool: build the model anew without the other one, and load its file."
+        f"({type(layout or variable.value.sharding).__name__}), but lockstep must lay it out.\n"
+        "Use only one tool: build a new model without the other one, and load the saved file."
     )
 
 
 def _no_export(model: Any) -> UnsupportedModel:
     """Return the error for an export by one process, which has a part of each variable."""
     return UnsupportedModel(
-        f"{model.name!r} was to be exported, and each of several processes has a part of its "
-        "variables.\nAn exported program has all of them. Save the model, and export it in one "
-        "process."
+        f"{model.name!r} cannot be exported, because its variables are sharded across several "
+        "processes.\n"
+        "An exported program needs all of them. Save the model, and export it in one process."
     )
 
 
@@ -591,10 +591,10 @@ def _no_program(model: Any) -> UnsupportedModel:
     if layers and not model.run_eagerly:
         names = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
         return UnsupportedModel(
-            f"Keras cannot compile {names}, and JAX runs in several processes, where a step\n"
-            "has to be one program. Apply such layers to the data instead, before fit."
+            f"Keras cannot compile {names}, but with several processes on JAX, a step\n"
+            "must be one compiled program. Apply such layers to the data instead, before fit."
         )
     return UnsupportedModel(
-        "run_eagerly or jit_compile=False was asked for, and JAX runs in several processes, where "
-        "a step\nhas to be one program. Leave both out of compile()."
+        "run_eagerly or jit_compile=False was requested, but with several processes on JAX, a "
+        "step\nmust be one compiled program. Remove both from compile()."
     )

@@ -413,9 +413,9 @@ def distrusted_part(
         declared = [inner for inner in inside if is_declared(inner)]
         if declared:
             raise UnsupportedModel(
-                f"Layer {declared[0].name!r} is declared row-wise, and on several devices {found} "
-                "from one device:\na row depends on other rows, or the processes run other code. "
-                "Remove lockstep.rowwise from it."
+                f"Layer {declared[0].name!r} is declared row-wise, but on several devices "
+                f"{found} from one device:\na row depends on other rows, or the processes run "
+                "different code. Remove lockstep.rowwise from it."
             )
         distrusted[number] = f"in the first step, {found} from one device"
         return str(part.name)
@@ -432,7 +432,7 @@ def check_declared_losses(found: Mismatch, model: Any) -> None:
     if declared:
         name = getattr(declared[0], "__name__", None) or getattr(declared[0], "name", "")
         raise UnsupportedModel(
-            f"{name!r} of {model.name!r} is declared row-wise, and on several devices {found}\n"
+            f"{name!r} of {model.name!r} is declared row-wise, but on several devices {found}\n"
             "from one device: the value of a row depends on other rows.\n"
             "Remove lockstep.rowwise from it."
         )
@@ -477,8 +477,8 @@ class FirstSteps:
             self.unknown = self.unknown or states.unknown
             return True
         self.alone[kind] = (
-            f"has code of your own, and {UNTRIED} {states.fixed}, which cannot be set back:\n"
-            f"a first {kind} step cannot be tried and compared with one device"
+            f"has custom code, and {UNTRIED} {states.fixed}, whose state cannot be restored:\n"
+            f"so a first {kind} step cannot be run and compared with one device"
         )
         return False
 
@@ -510,10 +510,10 @@ class FirstSteps:
             self.alone[kind] = f"{PARTED}: {why}{declared_cause(found.name, self._model)}"
 
 
-PARTED = "is not the same on every device"
+PARTED = "does not give the same results on every device"
 """Begins the reason of a step that was tried. It may have changed what nothing here knows of."""
 
-NOT_TWICE = "is not the same twice on one device"
+NOT_TWICE = "gives different results in two runs on one device"
 """Begins the reason of a step that was tried, and has changed what nothing here knows of."""
 
 UNTRIED = "holds an object of"
@@ -528,7 +528,7 @@ def known_of_alone(what: str, on_jax: str) -> str:
         on_jax: The sentence that JAX would split it.
     """
     if NOT_TWICE in what:
-        return "Draw its numbers by keras.random, and keep its states in variables of Keras."
+        return "Draw random numbers with keras.random, and keep state in Keras variables."
     return on_jax if PARTED in what else f"The result is exact. {on_jax}"
 
 

@@ -143,9 +143,12 @@ def declared_cause(name: str, model: Any) -> str:
     return ""
 
 
-_DECLARE = "If each row depends on its own row alone, declare it: lockstep.rowwise. "
+_DECLARE = (
+    "If each output row depends only on its own input row, declare the layer with "
+    "lockstep.rowwise. "
+)
 _MOVE_METRIC = (
-    "A metric that compile or compute_metrics updates, and no call, lets its layer be split. "
+    "To have the layer split, let only compile or compute_metrics update the metric, not a call. "
 )
 _NOT_DECLARABLE = (
     "a call changes its attributes",

@@ -327,7 +327,7 @@ _OF_IMPORT = ("__builtins__", "__loader__", "__spec__", "__warningregistry__")
 
 def held_in_words(states: ObjectStates) -> str:
     """Return why code that reaches an object which cannot be put back is not tried."""
-    return f"it holds an object of {states.fixed}, which cannot be set back"
+    return f"it holds an object of {states.fixed}, whose state cannot be restored"
 
 
 def _has(value: Any, name: str) -> bool:
@@ -477,9 +477,10 @@ def _load_state(value: Any, state: bytes) -> None:
     if _pickled(value) != state:
         kind = type(value)
         warnings.warn(
-            f"A first step was tried, and has changed an object of {kind.__module__}."
-            f"{kind.__qualname__} that cannot be set back.\nThe results may differ from those of "
-            "one device. Keep such a state in a variable or an attribute of a layer.",
+            "The trial run of a first step changed an object of "
+            f"{kind.__module__}.{kind.__qualname__}, whose state cannot be restored.\n"
+            "The results may differ from one device. Keep this state in a variable or an "
+            "attribute of a layer.",
             LockstepWarning,
             stacklevel=2,
         )

@@ -81,9 +81,9 @@ class RepeatedChecks:
         than = "between two runs of one device" if found.is_of_one else "from one device"
         number, call = steps.number, steps.call
         return ProcessesDisagree(
-            f"{place} {kind} step {number} of this {call} of {model!r}, {found} {than}; "
-            f"the last step that agreed is {steps.agreed or 'none'}.\n"
-            "What its code reads has changed where the other processes do not see it, so the steps "
-            "since then may be wrong.\nKeep it in a variable or an attribute of a layer, or call "
-            "lockstep.release(model); go on from an earlier file."
+            f"{place} {kind} step {number} of this {call} of {model!r}, {found} {than}; the "
+            f"last step that agreed is {steps.agreed or 'none'}.\nA value that its code reads "
+            "has changed, and the other processes do not see the change. The steps since then "
+            "may be wrong.\nKeep the value in a variable or an attribute of a layer, or call "
+            "lockstep.release(model). Continue from an earlier file."
         )

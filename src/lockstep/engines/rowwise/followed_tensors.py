@@ -23,7 +23,7 @@ _QUERIES = ("is_keras_tensor", "is_tensor")
 """Functions that answer their caller's question about one tensor."""
 
 _READ = "Python reads the value of a tensor"
-_MORE = "it calls more than Keras's layers and keras.ops"
+_MORE = "it calls functions other than Keras layers and keras.ops"
 
 _OPERATORS = ("add", "sub", "mul", "div", "true_divide")
 """Methods of PyTorch's tensors for operators, where the tensor comes first."""
@@ -132,7 +132,7 @@ class FollowedTensor:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how it is pickled with a layer that keeps it: as text, which nobody uses."""
-        return str, ("a tensor that was followed",)
+        return str, ("a symbolic tensor",)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and asked_by_user(2):

@@ -145,7 +145,7 @@ class Follower:
                 if isinstance(tensor, _CONSTANTS):
                     continue
                 if not hasattr(tensor, "shape"):  # it may hold a tensor
-                    raise NotRowByRow("an output that is no tensor")
+                    raise NotRowByRow("an output that is not a tensor")
                 rank, each = len(shape_of(tensor)), each_of(tensor)
                 if rank == 0 and each is None and scalars:
                     continue
@@ -270,7 +270,7 @@ class Follower:
             for each_layer in inner:  # out of training, it draws nothing and takes no moments
                 treated = is_batch_norm(each_layer) or seed_generators(each_layer)
                 if treated and id(each_layer) not in self._held:
-                    self.refuse(f"it calls {each_layer.name!r}, which the model does not hold")
+                    self.refuse(f"it calls {each_layer.name!r}, which is not part of the model")
         if not each and not together and not draws:
             return self._rows_like(self._spec(layer, args, kwargs), None)
         if any(x.each is None and not is_for_all_rows(layer, x.shape) for x in operands):
@@ -320,7 +320,7 @@ class Follower:
         found = found if isinstance(found, tuple) else (found,)
         for given, its in zip(args, found, strict=True):
             if its is not None and each_of(its) != each_of(given):
-                self.refuse("a gradient of its own")
+                self.refuse("a custom gradient")
         return outputs
 
     # ------------------------------------------------------------------- calls without rows
@@ -346,7 +346,7 @@ class Follower:
         before = shape_of(x)
         one = len(before) < len(shape) or (len(before) == len(shape) and before[0] == 1)
         if not is_tensor(x) or each_of(x) is not None or not one:
-            self.refuse("the rows of one tensor repeated for all rows")
+            self.refuse("one row repeated for all rows")
         self.note("repeated", [], (x,), {})
         return self.made(shape, keras.backend.standardize_dtype(x.dtype))
 
@@ -358,7 +358,7 @@ class Follower:
         if not (seed is None or isinstance(seed, keras.random.SeedGenerator)) or tensors:
             self.refuse("random numbers that replicas would share")
         if seed is not None and id(seed) not in self._held:
-            self.refuse("it draws from a seed generator that the model does not hold")
+            self.refuse("it draws from a seed generator that is not part of the model")
         self.draws_without_seed |= seed is None
         if seed is None and self.draws_together:
             self.refuse("random numbers for all rows, drawn without a seed")

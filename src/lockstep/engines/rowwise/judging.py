@@ -72,7 +72,7 @@ def refused(
     for part in parts:
         found = next((run.reasons[id(part)] for run in runs if id(part) in run.reasons), None)
         if found is None and id(part) not in runs[0].programs:
-            found = "not called while it was followed"
+            found = "not called during the analysis"
         found = found or _why_other([run.programs[id(part)] for run in runs], dims)
         if found is not None:
             reasons.setdefault(id(part), found)
@@ -194,13 +194,13 @@ def _why_other(programs: list[Any], dims: bool, *, sees_rows: bool = False) -> s
     """
     first, again, *others = programs
     if not dims and first != again:
-        return "another program at each call"
+        return "a different program at each call"
     if sees_rows:
         first = others[0]
     return LOOKS_AT_ROWS if any(each != first for each in others) else None
 
 
-LOOKS_AT_ROWS = "it looks at the number of rows"
+LOOKS_AT_ROWS = "it reads the number of rows"
 
 
 def _rows_in(inputs: Any) -> int | None:

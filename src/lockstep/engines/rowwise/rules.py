@@ -529,5 +529,5 @@ def in_words(error: Exception) -> str:
         # message of an error from a layer's call in bold, once for each enclosing layer.
         return str(error).split("\x1b[1m")[-1].split("\x1b[0m")[0]
     if "KerasTensor" in str(error):  # keras/src/backend/common/keras_tensor.py
-        return "it calls more than Keras's layers and keras.ops"
-    return f"its code ends in {type(error).__name__} where tensors have a shape and no value"
+        return "it calls functions other than Keras layers and keras.ops"
+    return f"its code raises {type(error).__name__} with symbolic tensors"

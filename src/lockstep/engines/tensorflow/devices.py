@@ -25,8 +25,9 @@ def list_devices() -> tuple[Device, ...]:
         make_virtual(asked, by_environment=True)
     elif shares_of_gpu(os.environ) is not None:
         raise UnsupportedBackend(
-            f"{SHARE_GPU}={os.environ[SHARE_GPU]} was set, and on TensorFlow a GPU is one device.\n"
-            "Set KERAS_BACKEND=torch, or jax with lockstep run; or leave the variable out."
+            f"{SHARE_GPU}={os.environ[SHARE_GPU]} was set, but on TensorFlow a GPU can only be "
+            "one device.\n"
+            "Set KERAS_BACKEND=torch, or use jax with lockstep run, or unset the variable."
         )
     here = tuple(_describe(device) for kind in ("GPU", "CPU") for device in _logical(kind))
     check_visible(here, os.environ)

@@ -30,8 +30,8 @@ class TensorFlowEngine(Engine):
         """Return the place of a single process; this engine runs in one."""
         if place.size > 1:
             raise UnsupportedBackend(
-                f"This is {place}, and on 'tensorflow' lockstep trains in one process so far.\n"
-                "Set KERAS_BACKEND=jax, or LOCKSTEP_PROCESSES=1 for trainings that are apart."
+                f"This is {place}, but on 'tensorflow' lockstep supports only one process.\n"
+                "Set KERAS_BACKEND=jax, or LOCKSTEP_PROCESSES=1 for independent runs."
             )
         return place.rank, place.size
 
@@ -56,7 +56,7 @@ class TensorFlowEngine(Engine):
 
 def _no_shards() -> UnsupportedBackend:
     return UnsupportedBackend(
-        'state="sharded" was asked for, and TensorFlow has state="replicated" only.\n'
-        "A graph may hold the gathered weights of all layers at once: no memory is saved.\n"
-        "Run the same script with KERAS_BACKEND=jax."
+        'state="sharded" was requested, but TensorFlow supports only state="replicated".\nA '
+        "graph may hold the gathered weights of all layers at once, so no memory would be "
+        "saved.\nRun the same script with KERAS_BACKEND=jax."
     )

@@ -122,9 +122,9 @@ class TensorFlowSession(Session):
         self.steps.adopt()
         if tf.distribute.has_strategy() or getattr(self.model, STRATEGY) is not None:
             raise LayoutConflict(
-                f"{self.model.name!r} was made in the scope of a tf.distribute strategy, and "
+                f"{self.model.name!r} was made in the scope of a tf.distribute strategy, but "
                 "lockstep lays out the variables itself.\n"
-                "Build it outside of any strategy.scope(), and distribute it there."
+                "Build and distribute the model outside of any strategy.scope()."
             )
         for variable in mirrored_variables(self.model):
             self._check_layout(variable)
@@ -348,9 +348,9 @@ class TensorFlowSession(Session):
         check_shared(self, variable)
         if is_mirrored(stored_value(variable)) and not holders_of(variable):
             raise LayoutConflict(
-                f"Variable {variable.path!r} of {self.model.name!r} is laid out by another tool on "
-                f"{names_in_words(devices_of(variable))}, and lockstep wants to lay it out.\n"
-                "Build the model outside of any strategy.scope(), and load its file."
+                f"Variable {variable.path!r} of {self.model.name!r} is laid out by another tool "
+                f"on {names_in_words(devices_of(variable))}, but lockstep must lay it out.\n"
+                "Build the model outside of any strategy.scope(), and load the saved file."
             )
 
     def methods(self, methods: Methods, guarded: Guard) -> Methods:
@@ -376,8 +376,8 @@ class TensorFlowSession(Session):
         if len(self.devices) == 1 or self.model.run_eagerly or not is_checked():
             return super().first_work(kind, 0)
         return (
-            "reading its batch, comparing the step with one device (LOCKSTEP_CHECK=0 leaves this "
-            "out) and compiling it"
+            "reading its batch, comparing the step with one device (LOCKSTEP_CHECK=0 skips "
+            "this) and compiling it"
         )
 
     def batches(self, kind: Kind, *, recorded: bool = False, **data: Any) -> Any:
@@ -432,8 +432,8 @@ def _is_split(model: Any, name: str, data: Any) -> UnusableData:
     """Return the error for data whose batches a strategy has split."""
     return UnusableData(
         f"{name} of {model.name!r} was given a {type(data).__name__} of tf.distribute, whose "
-        "batches are split already.\nHand over the tf.data.Dataset that it was made of, in batches "
-        "of the global size:\nlockstep gives each device its rows."
+        "batches are already split.\nPass the original tf.data.Dataset, batched to the global "
+        "batch size:\nlockstep splits the rows across the devices."
     )
 
 
@@ -461,9 +461,9 @@ def _check_state(model: Any) -> None:
         others += [f"{name} of {layer.name!r}" for name in names]
     if others:
         raise UnsupportedModel(
-            f"A step may change {', '.join(others)}, and lockstep.Checkpoint saves the variables\n"
-            "of layers and the optimizer of compile. Make variables by add_weight; with several "
-            "optimizers,\nuse keras.callbacks.BackupAndRestore."
+            f"A step may change {', '.join(others)}, but lockstep.Checkpoint saves only the "
+            "variables\nof layers and the optimizer of compile. Create variables with "
+            "add_weight. With several optimizers,\nuse keras.callbacks.BackupAndRestore."
         )
 
 

@@ -24,8 +24,8 @@ NEWEST = TRIED["tensorflow"].newest
 
 def _lacking(what: object) -> UnsupportedFramework:
     return UnsupportedFramework(
-        f"TensorFlow {tf.__version__} lacks a private part that lockstep needs: {what}.\n"
-        f"It was there up to TensorFlow {NEWEST}, and may change in any version.\n"
+        f"TensorFlow {tf.__version__} lacks an internal function that lockstep needs: {what}.\n"
+        f"It exists up to TensorFlow {NEWEST}, but may change in any version.\n"
         f'Run pip install "tensorflow<={NEWEST}"'
     )
 

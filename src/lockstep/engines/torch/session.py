@@ -234,9 +234,9 @@ def _check_state(model: Any) -> None:
         others += [f"{name} of {layer.name!r}" for name in names if name != "optimizer"]
     if others:
         raise UnsupportedModel(
-            f"A step may change {', '.join(others)}, and lockstep.Checkpoint saves the variables\n"
-            "of layers and the optimizer of compile. Make variables by add_weight; with several "
-            "optimizers,\nuse keras.callbacks.BackupAndRestore."
+            f"A step may change {', '.join(others)}, but lockstep.Checkpoint saves only the "
+            "variables\nof layers and the optimizer of compile. Create variables with "
+            "add_weight. With several optimizers,\nuse keras.callbacks.BackupAndRestore."
         )
 
 
@@ -254,23 +254,22 @@ def check_reduced_once(model: Any) -> None:
     """Raise if Keras would sum gradients over processes too."""
     if wrapped_by_keras(model):
         raise LayoutConflict(
-            f"{model.name!r} was asked onto several devices, and Keras has wrapped it in "
-            "DistributedDataParallel, which would reduce gradients too.\nMake the model anew, "
-            "without torch.distributed.init_process_group."
+            f"{model.name!r} cannot be distributed, because Keras has wrapped it in "
+            "DistributedDataParallel, which also reduces gradients.\n"
+            "Build a new model, without torch.distributed.init_process_group."
         )
     # From 3.16 on, Keras wraps a model in `make_train_function` if there is a default group.
     if dist.is_initialized():
         raise UnsupportedBackend(
-            "Several devices were asked for on 'torch' in a process that has called "
-            "torch.distributed.init_process_group.\nOn PyTorch, lockstep connects the processes by "
-            "itself, also those of torchrun: leave that call out,\n"
-            "and a DistributedSampler (DataLoader(shuffle=True) shuffles). In Ray Train, use "
-            "DataParallelTrainer."
+            "Several devices were requested on 'torch', but the process has called "
+            "torch.distributed.init_process_group.\nLockstep connects the processes itself, "
+            "including those of torchrun. Remove that call, and any\nDistributedSampler "
+            "(DataLoader(shuffle=True) shuffles). In Ray Train, use DataParallelTrainer."
         )
     if keras.distribution.distribution() is not None:
         raise LayoutConflict(
-            "Several devices were asked for on 'torch', and a keras.distribution is set, which "
-            "would reduce gradients too.\nCall keras.distribution.set_distribution(None) first."
+            "Several devices were requested on 'torch', but a keras.distribution is set, which "
+            "also reduces gradients.\nCall keras.distribution.set_distribution(None) first."
         )
 
 
@@ -333,9 +332,9 @@ class SplitSession(TorchSession):
 
     def _no_export(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedModel(
-            f"{self.model.name!r} was to be exported, and each process has a part of its "
-            "variables.\nAn exported program has all of them.\n"
-            "Call lockstep.release(model) first, or save the model, and export the loaded one."
+            f"{self.model.name!r} cannot be exported, because its variables are sharded across "
+            "processes.\nAn exported program needs all of them.\nCall lockstep.release(model) "
+            "first, or save the model, and export the loaded one."
         )
 
     def remarks(self) -> str:
@@ -413,9 +412,9 @@ class SplitSession(TorchSession):
                 return runner.traced_step(route.trace.number, kind, batch, draws=route.trace.draws)
         except LeftOutUsed as used:
             raise UnsupportedModel(
-                f"A {kind} step of {self.model.name!r} uses {used}.\n"
-                "The processes of its devices cannot do so. Keep it out of the step, or "
-                "call\nlockstep.release(model)."
+                f"A {kind} step of {self.model.name!r} uses {used}.\nThe processes of the other "
+                "devices do not have it. Keep it out of the step, or call\n"
+                "lockstep.release(model)."
             ) from used
         result = plain([batch])
         if route.how == BUILDS:
@@ -471,7 +470,7 @@ class SplitSession(TorchSession):
         work = [f"starting {counted(workers, 'process')}"] if workers else []
         work += ["reading its batch"]
         if is_checked():
-            work += ["comparing the step with one device (LOCKSTEP_CHECK=0 leaves this out)"]
+            work += ["comparing the step with one device (LOCKSTEP_CHECK=0 skips this)"]
         elif not workers:
             return super().first_work(kind, steps)
         return ", ".join(work)
@@ -541,9 +540,9 @@ class _AutocastCheck:
             known.get(each, now) != now for each, now in versions.items()
         ):
             raise UnsupportedModel(
-                f"torch.autocast is around steps of {self._model.name!r}, and computes with the "
-                "weights from before\nthe first update until its context ends, on one device too. "
-                "Give it cache_enabled=False,\nor make the model under "
+                f"Steps of {self._model.name!r} run inside torch.autocast. It caches the "
+                "weights from before the first\nupdate until its context ends, even on one "
+                "device. Pass cache_enabled=False to it,\nor create the model under "
                 'keras.config.set_dtype_policy("mixed_bfloat16") instead.'
             )
 

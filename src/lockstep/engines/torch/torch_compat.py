@@ -25,8 +25,8 @@ NEWEST = TRIED["torch"].newest
 
 def _lacking(what: object) -> UnsupportedFramework:
     return UnsupportedFramework(
-        f"PyTorch {torch.__version__} lacks a private part that lockstep needs: {what}.\n"
-        f"It was there up to PyTorch {NEWEST}, and may change in any version.\n"
+        f"PyTorch {torch.__version__} lacks an internal function that lockstep needs: {what}.\n"
+        f"It exists up to PyTorch {NEWEST}, but may change in any version.\n"
         f'Run pip install "torch<={NEWEST}"'
     )
 

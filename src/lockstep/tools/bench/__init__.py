@@ -82,18 +82,18 @@ def bench(
     counts = [number for each in given if (number := count_from_one(each)) is not None]
     if not counts or len(counts) < len(given):
         raise DeviceError(
-            f"devices={devices!r} was given, and numbers of devices of at least 1 were expected.\n"
-            "Give a number, or several, such as (1, 2, 4)."
+            f"devices={devices!r} was given, but numbers of devices of at least 1 were "
+            "expected.\nPass a number, or several, such as (1, 2, 4)."
         )
     for name, number in (("steps", steps), ("rounds", rounds)):
         if count_from_one(number) is None:
             raise UnusableData(
-                f"{name}={number!r} was given, and a whole number of at least 1 was expected.\n"
-                f"Leave {name} out for the usual one."
+                f"{name}={number!r} was given, but a whole number of at least 1 was expected.\n"
+                f"Remove {name} to use the default."
             )
     if not getattr(model, "compiled", False):
         raise UnusableData(
-            f"A compiled model was expected, and {model.name!r} is not compiled.\n"
+            f"A compiled model was expected, but {model.name!r} is not compiled.\n"
             "Call model.compile(optimizer, loss) first: bench trains it."
         )
     batch = first_batches(data, 1, batch_size)[0]
@@ -200,9 +200,8 @@ def _in_own_process(
         said = f"{kind}: {text}" if kind else _last_line(stderr)
         raise BenchFailed(
             f"The process that measured {counted(count, 'device')} ended with {code}:\n"
-            f"{said.splitlines()[0][:180]}\n"
-            f"Train the model of {asked['target']} under lockstep.distribute(model, {count}) to "
-            "see all."
+            f"{said.splitlines()[0][:180]}\nTrain the model of {asked['target']} under "
+            f"lockstep.distribute(model, {count}) to see the whole error."
         )
     measured = told["measured"]
     for name in ("devices", "spread"):
@@ -238,4 +237,4 @@ def _waited_for(
 
 def _last_line(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else "It said nothing."
+    return lines[-1] if lines else "It printed nothing."

@@ -63,8 +63,8 @@ def measure(
     distribute(model, devices, micro_batch_size=micro_batch_size)
     if process_group.several() and engine.name == "torch":  # each process has one device
         raise UnsupportedBackend(
-            f"bench was asked for in one of several processes on {engine.name!r}, and it measures "
-            "a single one there.\nStart it without a launcher."
+            f"bench was called in one of several processes, but on {engine.name!r} it can "
+            "measure only a single process.\nStart it without a launcher."
         )
     x, y, sample_weight = given = for_fit(data, batch_size)
     room = (max(steps, EXECUTIONS * model.steps_per_execution) + 2 * model.steps_per_execution) + 1
@@ -84,9 +84,9 @@ def measure(
         steps_taken = train().steps
     if not steps_taken:
         raise UnusableData(
-            f"Training steps were expected, and the fit of {type(model).__name__}, which is its "
-            "own, took none that\nKeras's fit would take. Let it call super().fit, or give the "
-            "model a train_step instead."
+            f"{type(model).__name__} has its own fit, which ran no training steps through "
+            "Keras's fit,\nso there was nothing to measure. Call super().fit in it, or override "
+            "train_step instead."
         )
     clocks = []
     for number in range(rounds):

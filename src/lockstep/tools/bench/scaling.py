@@ -19,13 +19,13 @@ LIMITS = {
     "host": "starting each step from Python",
     "communication": "the all-reduce between the devices",
     "compute": "the computation itself",
-    "unknown": "not known: no part that was measured explains it",
+    "unknown": "unknown: none of the measured parts explains it",
 }
 """The parts that can limit a step, in words."""
 
 PROFILED = (
-    "Compute and communication come from a profile of the busiest device in a round of its own, "
-    "which slows small steps; waiting for the other devices counts as communication."
+    "Compute and communication come from a profile of the busiest device in a separate round, "
+    "which slows down small steps; waiting for the other devices counts as communication."
 )
 
 NOT_PROFILED = (
@@ -121,27 +121,27 @@ class Scaling(Report):
         first, last = self.measurements[0], self.measurements[-1]
         if self.rehearsed:
             return (
-                f"These are virtual devices that share {self.cores} cores: "
-                "they prove the numbers, and say nothing about speed."
+                f"These are virtual devices that share {self.cores} cores: they show that the "
+                "results are correct, but say nothing about speed."
             )
         if len(self.measurements) == 1:
             return (
-                f"{_devices(first)}: {first.rows_per_second:,.0f} rows a second, and what "
-                f"limits it is {LIMITS[first.limit]}."
+                f"{_devices(first)}: {first.rows_per_second:,.0f} rows per second. The "
+                f"bottleneck is {LIMITS[first.limit]}."
             )
         best = max(self.measurements, key=lambda m: m.rows_per_second)
         if not _is_faster(best, first):
-            fastest = "the fastest" if best is first else "as fast as any, within the spread"
+            fastest = "the fastest" if best is first else "as fast as the others, within the spread"
             return (
                 f"More devices do not help this model at this batch size: {_devices(first)} "
-                f"{'are' if len(first.devices) > 1 else 'is'} {fastest}, and what limits "
+                f"{'are' if len(first.devices) > 1 else 'is'} {fastest}. The bottleneck with "
                 f"{len(last.devices)} is {LIMITS[last.limit]}."
             )
         more = "" if best is last else f"; {_devices(last)} are no faster"
         return (
             f"{_devices(best)} are {self.speedup(best):.2f} times as fast as "
-            f"{len(first.devices)}, an efficiency of {self.efficiency(best):.0%}, and what limits "
-            f"them is {LIMITS[best.limit]}{more}."
+            f"{len(first.devices)}, an efficiency of {self.efficiency(best):.0%}. The "
+            f"bottleneck is {LIMITS[best.limit]}{more}."
         )
 
     @property
@@ -158,9 +158,9 @@ class Scaling(Report):
             factor = _power_of_two(last.communication / (0.1 * last.compute))
             if factor > 1:
                 found.append(
-                    f"Try batch_size={last.rows * factor}, if memory and training bear it: the "
-                    "all-reduce costs the same for any batch, and takes "
-                    f"{last.communication / last.step:.0%} of a step now."
+                    f"Try batch_size={last.rows * factor}, if memory and training allow it: the "
+                    "all-reduce takes the same time for any batch size, now "
+                    f"{last.communication / last.step:.0%} of a step."
                 )
         one_by_one = last.steps_per_execution == 1 and last.backend == "jax"
         if last.compute and last.host and last.host > 0.1 * last.step and one_by_one:
@@ -168,13 +168,14 @@ class Scaling(Report):
             if steps > 1:
                 found.append(
                     f"Try compile(steps_per_execution={steps}): Python takes "
-                    f"{last.host / last.step:.0%} of a step. On CPUs, a long fit over "
-                    "arrays does so by itself."
+                    f"{last.host / last.step:.0%} of a step. On CPUs, a long fit over arrays "
+                    "does this automatically."
                 )
         if last.input > 0.8 * last.step:
             found.append(
                 f"A batch takes {last.input * 1e3:.1f} ms to prepare, and a step "
-                f"{last.step * 1e3:.1f} ms: more workers for the data help, more devices do not."
+                f"{last.step * 1e3:.1f} ms: more data workers will help, but more devices will "
+                "not."
             )
         return tuple(found)
 

@@ -97,25 +97,25 @@ def plan(
         isinstance(model, keras.layers.Layer) and not is_there
     ):
         raise TargetNotFound(
-            f"model={shown(model)} was given, and a compiled model was expected, or a function "
-            "that returns one.\n"
-            'Give one of them, or the name of the function, such as "train.py:build".'
+            f"model={shown(model)} was given, but a compiled model, or a function that returns "
+            "one, was expected.\n"
+            'Pass one of them, or the name of the function, such as "train.py:build".'
         )
     if isinstance(data, int | range) or (isinstance(data, tuple | list) and _are_numbers(data)):
         raise UnusableData(
-            f"data={shown(data)} was given, and arrays or a data set were expected.\n"
+            f"data={shown(data)} was given, but arrays or a data set were expected.\n"
             f"For numbers of devices, write devices={shown(data)}."
         )
     if mixed_precision and is_there:
         raise UnusableData(
-            f"mixed_precision=True was given, and {model.name!r} is there, of the policy "
-            f"{model.dtype_policy.name!r}.\n"
-            "Give a function that builds it: a plan calls it under both policies."
+            f"mixed_precision=True was given, but {model.name!r} is already built with the "
+            f"policy {model.dtype_policy.name!r}.\n"
+            "Pass a function that builds the model: plan calls it under both policies."
         )
     if not callable(say):
         raise TargetNotFound(
-            f"say={shown(say)} was given, and a function of a text was expected.\n"
-            "Give a function, such as print, or leave it out."
+            f"say={shown(say)} was given, but a function that takes a string was expected.\n"
+            "Pass a function, such as print, or remove the argument."
         )
     several = isinstance(devices, Iterable) and not isinstance(devices, str | bytes)
     asked: Any = devices if several else [devices]
@@ -123,18 +123,17 @@ def plan(
     counts = sorted({count for count in read if count is not None})
     if not counts or None in read:
         raise DeviceError(
-            f"devices={shown(devices)} was given, and numbers of devices of at least 1 were "
-            "expected.\n"
-            "Give a number, or several, such as (1, 2, 4)."
+            f"devices={shown(devices)} was given, but numbers of devices of at least 1 were "
+            "expected.\nPass a number, or several, such as (1, 2, 4)."
         )
     if batch_size is not None and count_from_one(batch_size) is None:
         raise UnusableData(
-            f"batch_size={shown(batch_size)} was given, and a whole number of at least 1 was "
-            "expected.\nLeave batch_size out for that of the data."
+            f"batch_size={shown(batch_size)} was given, but a whole number of at least 1 was "
+            "expected.\nRemove batch_size to use the batch size of the data."
         )
     if find_largest_batch and gpu is None:
         raise DeviceError(
-            "The largest batch was asked for, and no GPU for which the step is compiled.\n"
+            "The largest batch was requested, but no GPU to compile the step for.\n"
             'Name one, such as gpu="h100".'
         )
     size = check_micro_batch_size(micro_batch_size)
@@ -152,10 +151,11 @@ def plan(
     if target and capability_of(target) < COMPILED_FROM:
         if find_largest_batch:
             raise DeviceError(
-                f"The largest batch was asked for, and XLA compiles no step for gpu={gpu!r}.\n"
-                "Leave it out: the peak of one batch size is estimated."
+                "The largest batch was requested, but XLA cannot compile a step for "
+                f"gpu={gpu!r}.\n"
+                "Remove largest_batch: the peak is then estimated for one batch size."
             )
-        remarks.append("XLA compiles no step for it today: the peak is an estimate.")
+        remarks.append("XLA cannot compile a step for it yet: the peak is an estimate.")
         target = None
     asked = Request(counts, batch_size, size, bytes_of_memory, target, find_largest_batch, say)
     found = plan_of_policy(model, data, asked)

@@ -17,8 +17,8 @@ DEFAULT_ROWS = 32
 """Rows of a batch where nothing is said, as in Keras."""
 
 NO_VALUES = (
-    "A plan gives large variables no value. If the model is called on a batch here, build it with "
-    "model.build(shape), or return (model, data)."
+    "In a plan, large variables have no values. If your function calls the model on a batch, "
+    "use model.build(shape) instead, or return (model, data)."
 )
 
 
@@ -47,8 +47,8 @@ def abstract_model(
 
     def refuse(model: Any, *args: Any, **kwargs: Any) -> None:
         raise TargetNotFound(
-            f"{name} trains or runs {model.name!r}, and a plan gives the model no values.\n"
-            "Let it return the compiled model, and call fit elsewhere."
+            f"{name} trains or runs {model.name!r}, but in a plan the model has no weights.\n"
+            "Return only the compiled model from it, and call fit elsewhere."
         )
 
     with variables_without_values(_empty_value, refuse):
@@ -114,12 +114,12 @@ def arrays_of(batch: Any) -> list[Leaf]:
 def _check(model: Any, name: str) -> None:
     if not isinstance(model, keras.Model):
         raise TargetNotFound(
-            f"{name} returned a {type(model).__name__}, and a compiled model was expected.\n"
+            f"{name} returned a {type(model).__name__}, but a compiled model was expected.\n"
             "Return the model, or (model, data)."
         )
     if not getattr(model, "compiled", False):
         raise UnusableData(
-            f"A compiled model was expected, and {model.name!r} is not compiled.\n"
+            f"A compiled model was expected, but {model.name!r} is not compiled.\n"
             "Call model.compile(optimizer, loss) first: the optimizer needs memory too."
         )
 
@@ -149,8 +149,8 @@ def _build(model: Any, batch: Any, name: str) -> None:
         build_parts(model, "train", batch)
     except UnsupportedModel as error:
         raise UnusableData(
-            f"{model.name!r} is not built, and Keras cannot build it from the shapes of a batch.\n"
-            f"Build it in {name}: give it an Input, or call model.build(shape)."
+            f"{model.name!r} is not built, and Keras cannot build it from the shapes of a "
+            f"batch.\nBuild it in {name}: add an Input, or call model.build(shape)."
         ) from error
 
 
@@ -162,7 +162,7 @@ def _build_from_inputs(model: Any, name: str, rows: int) -> tuple[Any, Any]:
     function = functional_of(model)
     if function is None:
         raise UnusableData(
-            f"{name} returned {model.name!r} without data, and the model has no input shape.\n"
+            f"{name} returned {model.name!r} without data, but the model has no input shape.\n"
             "Return (model, data), or begin the model with keras.Input(shape)."
         )
     inputs, outputs = (
@@ -186,8 +186,8 @@ def _build_from_inputs(model: Any, name: str, rows: int) -> tuple[Any, Any]:
             return inputs, others
         except Exception as error:
             raise UnusableData(
-                f"{name} returned {model.name!r} without data, and its targets are not known.\n"
-                "Return (model, data): a few rows are enough."
+                f"{name} returned {model.name!r} without data, so the shape of its targets is "
+                "unknown.\nReturn (model, data): a few rows are enough."
             ) from error
 
 
@@ -195,7 +195,7 @@ def _with_rows(leaf: Any, rows: int) -> Any:
     shape = tuple(leaf.shape)
     if None in shape[1:]:
         raise UnusableData(
-            f"{leaf.name!r} has the shape {shape}, and a plan needs every size.\n"
+            f"{leaf.name!r} has the shape {shape}, but plan needs every size.\n"
             "Return (model, data) with a batch of the usual size."
         )
     return keras.KerasTensor((shape[0] or rows, *shape[1:]), leaf.dtype)

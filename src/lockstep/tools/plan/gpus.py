@@ -33,15 +33,14 @@ def gpu_named(name: str) -> dict[str, Any]:
     found = known.get(str(name).lower())
     if str(name).lower().startswith("tpu"):
         raise DeviceError(
-            f"gpu={name!r} was asked for, and a step is compiled here for GPUs alone.\n"
-            'For a TPU give the memory of one of its cores, such as memory="16GB". The peak is '
-            "then an estimate,\nwithout what a TPU adds to fill its tiles. No TPU was measured."
+            f"gpu={name!r} was requested, but plan can compile a step only for GPUs.\nFor a "
+            'TPU, pass the memory of one core, such as memory="16GB". The peak is then an '
+            "estimate,\nwithout the padding to TPU tiles. It has not been tested on a TPU."
         )
     if found is None:
         raise DeviceError(
-            f"gpu={name!r} was asked for, and its description is not known.\n"
-            f"Known are {', '.join(known)}. For another one, give its memory, such as "
-            'memory="24GB".'
+            f"gpu={name!r} was requested, but this GPU is not known.\nKnown GPUs: "
+            f'{", ".join(known)}. For a different GPU, pass its memory, such as memory="24GB".'
         )
     major, minor = map(int, found.pop("capability").split("."))
     capability = {"major": major, "minor": minor}

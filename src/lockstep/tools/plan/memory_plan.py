@@ -69,7 +69,7 @@ class MemoryPlan(Report):
             return f"{room} hold {names}{'' if fits[0].peak else ', without activations'}."
         least = min(self.layouts, key=lambda each: each.peak or each.held)
         needed = amount(least.peak or least.held)
-        return f"No layout fits {room}: the least is {needed}, of {least.name}."
+        return f"No layout fits {room}: the smallest needs {needed} ({least.name})."
 
     def verdict_of(self, layout: LayoutBytes) -> str:
         """Return what the memory of a device means for one layout; `""` if it is not given."""
@@ -85,7 +85,7 @@ class MemoryPlan(Report):
         if layout.peak is not None:
             over = layout.peak - (self.memory or 0)
             about = "does not fit:" if self.gpu else "about"
-            return f"{about} {amount(over)} too much" if over > 0 else ""
+            return f"{about} {amount(over)} over" if over > 0 else ""
         # XLA may use a gradient before it computes the next one.
         return "no room for all gradients" if self._room(layout) < 0 else ""
 
@@ -180,14 +180,15 @@ class MemoryPlan(Report):
         again = ", ".join(each.name for each in self.layouts if each.gathers_again)
         if again:
             said.append(
-                f"Gathered again for the backward pass, and not kept: the weights of {again}. They "
-                "would take more than a quarter of the memory that JAX has (LOCKSTEP_GATHER_AGAIN)."
+                f"The weights of {again} are gathered again for the backward pass. Keeping them "
+                "would take more than a quarter of the memory that JAX has "
+                "(LOCKSTEP_GATHER_AGAIN)."
             )
         return said
 
     def _at_once(self) -> str:
         size = self.micro_batch_size
-        return "" if size is None else f", of which a device runs {size} at once"
+        return "" if size is None else f", in micro-batches of {size} per device"
 
     def _in_parts(self) -> list[str]:
         """Return the micro-batch that fits, of the fewest devices that need one."""
@@ -208,7 +209,7 @@ class MemoryPlan(Report):
         state = amount(least.weights + least.optimizer)
         return [
             self.verdict,
-            f"Weights and slots are {state} of it. Activations grow with the rows of a device.",
+            f"Weights and slots take {state} of it. Activations grow with the rows per device.",
             "Try more devices, a smaller batch, or mixed precision.",
         ]
 
@@ -294,7 +295,7 @@ def parse_memory(value: str | int) -> int:
     size = round(float(found[1]) * factors.get(found[2], 0)) if found else 0
     if size < 1:
         raise DeviceError(
-            f"memory={value!r} was given, and an amount with its unit was expected.\n"
-            "Write the memory of one device, such as 24GB or 80GiB."
+            f"memory={value!r} was given, but an amount with a unit was expected.\n"
+            "Pass the memory of one device, such as 24GB or 80GiB."
         )
     return size

@@ -31,8 +31,8 @@ from lockstep.tools.targets import call_target
 
 _EXACT = "The bytes of weights, slots, gradients and the batch are exact."
 _SENT = (
-    "Sent: gradients and weights, by a ring. Statistics of batch norm, the loss and metrics are "
-    "not included."
+    "Sent in a step: gradients and weights, with a ring all-reduce. Statistics of batch norm, "
+    "the loss and metrics are not included."
 )
 
 
@@ -91,8 +91,8 @@ def _target(given: Any, data: Any, batch_size: int | None) -> _Target:
     if isinstance(given, keras.Model):
         if session_of(given) is not None:
             raise UnusableData(
-                f"{given.name!r} is distributed, and a plan needs the model on one device.\n"
-                "Call lockstep.release(model) first, or give a function that builds it."
+                f"{given.name!r} is distributed, but plan needs the model on one device.\n"
+                "Call lockstep.release(model) first, or pass a function that builds it."
             )
         batch = built_model(given, data, given.name, batch_size)
         return _Target(given, given.name, given, batch, data is not None)
@@ -101,8 +101,8 @@ def _target(given: Any, data: Any, batch_size: int | None) -> _Target:
     model, batch, has_targets = abstract_model(function, name, batch_size, data)
     if session_of(model) is not None:
         raise UnusableData(
-            f"{name} distributes {model.name!r}, and a plan needs the model on one device.\n"
-            "Return it before lockstep.distribute."
+            f"{name} distributes {model.name!r}, but plan needs the model on one device.\n"
+            "Return the model without calling lockstep.distribute."
         )
     return _Target(given, name, model, batch, has_targets)
 
@@ -113,13 +113,15 @@ def _not_counted(engine: Engine, target: _Target) -> list[str]:
     if not target.has_targets:
         gives = "was given" if model is target.given else "returns"
         notes.append(
-            f"{target.name} {gives} no data: the batch is that of the inputs, without targets."
+            f"{target.name} {gives} no data: the batch is counted from the inputs, without targets."
         )
     others = [each for each, optimizer in optimizers_of(model) if optimizer is not model.optimizer]
     if others:
-        notes.append(f"The slots of {', '.join(others)} are not counted: a step makes them.")
+        notes.append(
+            f"The slots of {', '.join(others)} are not counted, because they are created in a step."
+        )
     if engine.name == "jax" and not model.run_eagerly and (layers := layers_not_compiled(model)):
-        notes.append(f"On JAX {not_compiled_words(layers)}: it may need more.")
+        notes.append(f"On JAX {not_compiled_words(layers)}: it may need more memory.")
     return notes
 
 

@@ -31,18 +31,19 @@ from lockstep.tools.plan.liveness import MEDIAN_ERROR, WORST_ERROR, TracedProgra
 from lockstep.tools.plan.memory_plan import FULL
 
 ESTIMATE = (
-    f"The peak has activations and temporaries too. On other models it is {MEDIAN_ERROR:.0%} off "
-    f"what XLA compiles for GPUs in the median, and {WORST_ERROR[0]:+.0%} to {WORST_ERROR[1]:+.0%} "
-    "at worst. The backend itself is not included."
+    "The peak includes activations and temporaries. On test models, its median error against "
+    f"steps that XLA compiled for GPUs is {MEDIAN_ERROR:.0%}, and the worst errors are "
+    f"{WORST_ERROR[0]:+.0%} and {WORST_ERROR[1]:+.0%}. The memory of the backend itself is not "
+    "included."
 )
 COMPILED = (
-    "The peak is that of the step that XLA compiles for the GPU. Not included: workspaces of tuned "
-    "kernels, buffers of collectives, the CUDA context and fragmentation. So a peak above "
-    f"{FULL:.0%} of the memory may not fit."
+    "The peak is measured on the step that XLA compiles for the GPU. Not included: workspaces "
+    "of tuned kernels, buffers of collectives, the CUDA context and fragmentation. So a peak "
+    f"above {FULL:.0%} of the memory may not fit."
 )
 NO_ESTIMATE = (
-    "Not included: activations and temporaries, which grow with the rows of a device, and the "
-    "backend itself."
+    "Not included: activations and temporaries, which grow with the rows per device, and the "
+    "memory of the backend itself."
 )
 _NOT_TRACED = "The step could not be traced without data. "
 
@@ -158,9 +159,12 @@ def estimated_temporaries(
             steps = StepTraces(engine, model, batch)
         except UnsupportedBackend:
             _check_portable(model, engine.name)
-            label = f"Activations are as compiled by JAX. {engine.name} may need more."
+            label = (
+                f"Activations are those of a step compiled by JAX. {engine.name} may need more "
+                "memory."
+            )
             if asked.micro_batch_size or (asked.memory and engine.name in BACKENDS):
-                label += " In micro-batches it keeps the outputs of all rows of a device."
+                label += " With micro-batches it keeps the outputs of all rows of a device."
             return _on_jax(engine.name, target, plain, asked), [ESTIMATE, label]
         found = []
         for layout, dims in layouts:
@@ -317,7 +321,7 @@ def _compiled_peak(
 def _check_compiles(model: Any) -> None:
     if model.run_eagerly:
         raise UnusableData(
-            f"{model.name!r} runs eagerly, and the memory of a compiled step was asked for.\n"
+            f"{model.name!r} runs eagerly, but plan needs a compiled step.\n"
             "Compile it without run_eagerly."
         )
 
@@ -327,7 +331,8 @@ def _check_portable(model: Any, backend: str) -> None:
 
     if type(model).train_step is not keras.Model.train_step:
         raise UnusableData(
-            f"{model.name!r} has a train_step for {backend}, and JAX alone traces activations."
+            f"{model.name!r} has a train_step for {backend}, but activations can be traced only "
+            "on JAX."
         )
 
 
@@ -343,8 +348,8 @@ def _ahead_of_time(backend: str) -> Any:
     """
     if backend != "jax":
         raise UnsupportedBackend(
-            f"gpu= was given, and {backend} compiles no step for a GPU that is not here.\n"
-            "Set KERAS_BACKEND=jax."
+            f"gpu= was given, but {backend} cannot compile a step for a GPU that is not "
+            "installed.\nSet KERAS_BACKEND=jax."
         )
     from lockstep.engines.jax.introspection import ahead_of_time
 
@@ -357,7 +362,7 @@ def _on_jax(
     """Return layouts with the bytes of the same model with replicated state on JAX."""
     if not isinstance(target, str):
         raise UnusableData(
-            'JAX needs a process of its own: name the function, as "train.py:build".'
+            'JAX needs a separate process: pass the name of the function, such as "train.py:build".'
         )
     if find_spec("jax") is None:
         raise UnusableData("JAX is not installed.")

@@ -85,8 +85,8 @@ def verify(
     names = parse_devices(devices, engine.devices())
     if len(names) < 2 and rows is None:
         raise DeviceError(
-            f"{'Here is' if devices is None else f'devices={devices!r} means'} {names[0]} alone, "
-            "and verify needs at least 2 devices.",
+            f"{'The only device is' if devices is None else f'devices={devices!r} is only'} "
+            f"{names[0]}, but verify needs at least 2 devices.",
             rehearse=2,
         )
     from lockstep.attach.attachment import session_of  # which imports Keras
@@ -94,19 +94,19 @@ def verify(
     session = session_of(model)
     if several() and (state == SHARDED or (session and session.layout.is_sharded)):
         raise UnsupportedBackend(
-            f"{model.name!r} was to be verified with its state in shards, and several processes "
-            "run.\nEach has a part of the variables, and verify compares whole ones.\n"
-            "Verify it in one process, on as many devices."
+            f"{model.name!r} cannot be verified with sharded state across several processes:\n"
+            "verify needs the whole variables.\n"
+            "Verify it in one process with the same number of devices."
         )
     if not getattr(model, "compiled", False):
         raise UnusableData(
-            f"A compiled model was expected, and {model.name!r} is not compiled.\n"
+            f"A compiled model was expected, but {model.name!r} is not compiled.\n"
             "Call model.compile(optimizer, loss) first: verify trains it."
         )
     number = count_from_one(steps)
     if number is None:
         raise UnusableData(
-            f"steps={steps} was asked for, and a whole number of at least 1 was expected."
+            f"steps={steps} was requested, but a whole number of at least 1 was expected."
         )
     layout = DataParallel(names, state, micro_batch_size=rows)
     return compare(engine, model, _batches_of_all(data, number, batch_size), layout)[0]

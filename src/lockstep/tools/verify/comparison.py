@@ -129,8 +129,8 @@ class _Comparison:
         if self.lowered == "float32":
             self._bound = BOUND
             self.notes.append(
-                "The code of the model casts values of float64 to float32: the bound is that "
-                "of float32."
+                "The code of the model casts float64 values to float32, so the float32 bound "
+                "applies."
             )
         self._train_first()
         if not self.batches:
@@ -228,7 +228,10 @@ class _Comparison:
     def _decide_in_float64(self) -> None:
         """Find out whether differences beyond the bound are rounding."""
         worst = self.differences[0]
-        said = f"In their own precision they are up to {worst.largest:.1e} apart ({worst.name})"
+        said = (
+            f"In the precision of the model, the largest difference is {worst.largest:.1e} "
+            f"({worst.name})"
+        )
         told = self._in_float64()
         if isinstance(told, str):
             self.cause = f"{self._beyond(self._own_type())}: {told}"
@@ -245,14 +248,14 @@ class _Comparison:
                 self.differences = found.differences
                 self.first_step, self.first_layer = found.first_step, found.first_layer
                 self.cause = f"In float64: {found.cause}"
-                self.notes.append(f"The differences are those in float64. {said}.")
+                self.notes.append(f"The listed differences are in float64. {said}.")
                 return
             self.zero_gradients, self.behind_zero_gradients = zero, behind
         _, layer, what = self._first_part(self.differences, self.names)
         if what == "activation":
             self.cause = (
-                f"{said}, and in float64, in another process, they agree. But from the same "
-                f"weights the outputs of {layer!r} are more than a tenth apart, which is no "
+                f"{said}. In float64, in another process, they agree. But from the same "
+                f"weights, the outputs of {layer!r} differ by more than 0.1, which is not "
                 f"rounding: they may depend on this process. {NEXT}"
             )
         else:
@@ -287,7 +290,10 @@ class _Comparison:
     def _beyond(self, dtype: str) -> str:
         """Return how far the runs are apart, where this type is the longest that was tried."""
         worst = self.differences[0]
-        said = f"Beyond {dtype} it cannot: at most {worst.largest:.1e} apart ({worst.name})"
+        said = (
+            f"A higher precision than {dtype} is not possible: the largest difference is "
+            f"{worst.largest:.1e} ({worst.name})"
+        )
         self._place(self._alone)
         if self._reads_order():
             return said
@@ -301,8 +307,8 @@ class _Comparison:
         if itself == 0:
             return said
         return (
-            f"{said}, which is {worst.largest / itself:.1f} times what one device differs from "
-            "itself by another order of rows"
+            f"{said}, {worst.largest / itself:.1f} times as much as one device differs from "
+            "itself if the order of rows changes"
         )
 
     def _reads_order(self) -> bool:
@@ -323,22 +329,28 @@ class _Comparison:
         steps = counted(len(self.batches), "step")
         if not trained:
             self.cause = (
-                "The model has no trainable weight, so a fault in training would not show. "
-                "Set trainable=True on the layers to compare."
+                "The model has no trainable weight, so an error in training would not be "
+                "visible. Set trainable=True on the layers to compare."
             )
         elif len(self._unmoved) == trained:
             self.cause = (
-                f"No weight moved in {steps} on one device, so a fault in training would not show. "
-                "The usual causes: labels out of range, a learning rate of 0, a loss that does not "
-                "depend on the weights, gradients that are accumulated over more steps."
+                f"No weight changed in {steps} on one device, so an error in training would not "
+                "be visible. The usual causes: labels out of range, a learning rate of 0, a "
+                "loss that does not depend on the weights, gradients that are accumulated over "
+                "more steps."
             )
         elif self._unmoved:
             names = listed(self._unmoved)
-            self.notes.append(f"Not trained, as on one device they did not move: {names}.")
+            self.notes.append(
+                f"These weights did not change on one device, so they are not tested: {names}."
+            )
 
     def _in_float64(self) -> tuple[Verification, SameWeights | None] | str:
         if process_group.several():
-            return f"float64 runs where no launcher has started several processes. {NEXT}"
+            return (
+                "The float64 comparison does not run under a launcher with several processes. "
+                f"{NEXT}"
+            )
         self._place(None)
         restore(self.model, self._start)
         return compare_in_float64(compare, self.engine, self.model, self.batches, self.layout)
@@ -401,8 +413,8 @@ class _Comparison:
         loses = self.engine.name == "jax" and bool(rnn_states(self.model))
         if loses:
             self.notes.append(
-                "Stock Keras on JAX drops the states of stateful RNNs after each batch; the runs "
-                "on one device are lockstep's on one, which carry them."
+                "Stock Keras on JAX drops the states of stateful RNNs after each batch; so the "
+                "runs on one device use lockstep, which keeps the states."
             )
         return loses
 
@@ -431,9 +443,9 @@ class _Comparison:
         step, before = self.not_finite_from, len(self.batches)
         agree = f"Steps 1 to {before} were compared; " if before else ""
         return (
-            f"On one device the loss or a weight is not finite from step {step} on. {agree}"
-            "later steps say nothing, because NaN equals NaN. Lower the learning rate, or "
-            "mend the data."
+            f"On one device the loss or a weight is not finite from step {step} on. "
+            f"{agree}Later steps cannot be compared, because NaN equals NaN. Lower the learning "
+            "rate, or fix the data."
         )
 
     def _file(self, step: int) -> Path:
@@ -491,18 +503,20 @@ def _unsteady(layer: str | None) -> str:
 def _cause(layer: str | None, what: str | None) -> str:
     if what == "activation":
         return (
-            f"{_where(layer)}From the same weights and inputs it gives something else on "
-            "several devices. It may read the number of devices, or state that a device keeps."
+            f"{_where(layer)}From the same weights and inputs, it gives a different result on "
+            "several devices. It may read the number of devices, or state that is kept on a "
+            "device."
         )
     if what == "gradient":
         return (
             f"The forward pass is the same; the gradient of {layer} is the first that differs. "
-            "A custom gradient that reads the devices does that."
+            "A possible cause is a custom gradient that depends on the devices."
         )
     return (
-        "From the same weights, this step alone agrees; over the steps before, the runs part "
-        "by more than 1e-10. A part of the model may compute in float32 whatever it is given. With "
-        "--float64, gradients that are zero up to rounding do that too: leave the option out."
+        "From the same weights, this single step agrees; but over the previous steps, the runs "
+        "differ by more than 1e-10. A part of the model may compute in float32 whatever the "
+        "dtype of its inputs. With --float64, gradients that are zero up to rounding have the "
+        "same effect: remove the option."
     )
 
 

@@ -30,7 +30,7 @@ from lockstep.tools.verify.verification import SameWeights, Verification
 
 Result = tuple[Verification, SameWeights | None]
 
-NEXT = "lockstep verify file.py:function --float64 builds the model in float64, and tells."
+NEXT = "lockstep verify file.py:function --float64 builds the model in float64, and can decide."
 
 
 GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
@@ -66,7 +66,10 @@ def compare_in_float64(
             sent = compare, settings, model, batches, layout
             packed = dumped(sent, _Pickler).file.getvalue()
     except Exception as error:
-        return f"for float64 it cannot be sent to another process ({reason_of(error)}). {NEXT}"
+        return (
+            "for the float64 comparison, the model cannot be sent to another process "
+            f"({reason_of(error)}). {NEXT}"
+        )
     last: deque[str] = deque(maxlen=3)
     with tempfile.TemporaryDirectory(prefix="lockstep-float64-") as folder:
         given, found = Path(folder) / "given", Path(folder) / "found"
@@ -90,7 +93,7 @@ def compare_in_float64(
                 process.kill()
                 raise
         if not found.exists():
-            why = f"the process of float64 ended with status {process.returncode}."
+            why = f"the process of the float64 comparison ended with status {process.returncode}."
             return " ".join([why, " / ".join(last), _without_memory(engine)]).rstrip()
         result: Result | str = pickle.loads(found.read_bytes())
         return result
@@ -101,7 +104,7 @@ def _without_memory(engine: Engine) -> str:
     takes_all = engine.name == "tensorflow" and os.environ.get(GROWTH) != "true"
     if not takes_all or engine.devices()[0].platform == "cpu":
         return ""
-    return f"TensorFlow takes all memory of a GPU: set {GROWTH}=true before Python starts."
+    return f"TensorFlow reserves all memory of a GPU: set {GROWTH}=true before Python starts."
 
 
 def _environment(engine: Engine) -> dict[str, str]:
@@ -180,7 +183,10 @@ def main(given: Path, found: Path) -> None:
         model = trackers_mended(model)
         result = compare(current_engine(), model, batches, layout, from_same_weights=True)
     except Exception as error:
-        result = f"the process of float64 ended with {type(error).__name__}: {reason_of(error)}."
+        result = (
+            f"the process of the float64 comparison ended with {type(error).__name__}: "
+            f"{reason_of(error)}."
+        )
     found.write_bytes(pickle.dumps(result))
 
 

@@ -184,7 +184,9 @@ class Verification(Report):
         steps = counted(self.steps, "step")
         size = self.micro_batch_size
         parts = "" if size is None else f", at most {counted(size, 'row')} at once"
-        return f"{steps} of {rows}, on one device and on {len(self.devices)}{parts}"
+        return (
+            f"{steps} of {rows}, on one device and on {counted(len(self.devices), 'device')}{parts}"
+        )
 
     def _remark(self, difference: Difference) -> str:
         if difference.first_step is None:
@@ -196,13 +198,13 @@ class Verification(Report):
         said = []
         if self.zero_gradients:
             said.append(
-                f"Their gradient is zero up to rounding, and the optimizer makes steps of it: "
-                f"{listed(self.zero_gradients)}."
+                "These variables have a gradient that is zero up to rounding, and the optimizer "
+                f"turns it into updates: {listed(self.zero_gradients)}."
             )
         if self.behind_zero_gradients:
             said.append(
-                "From the same weights they agree, and they differ behind such a variable: "
-                f"{listed(self.behind_zero_gradients)}."
+                "These variables agree from the same weights. They differ only because they "
+                f"follow such a variable: {listed(self.behind_zero_gradients)}."
             )
         return said
 
@@ -215,23 +217,23 @@ class Verification(Report):
         who = f"{len(self.devices)} devices give"
         if self.micro_batch_size is not None:
             who = f"{counted(len(self.devices), 'device')} in micro-batches give"
-        equal = f"{who} what one device gives"
+        equal = f"{who} the same results as one device"
         if self.rounding is not None:
             equal += (
-                f": in float64 to {self._float64_bound()}{self._but()}. In their own precision "
-                f"they are up to {self.rounding:.1e} apart, which is rounding"
+                f": in float64 to {self._float64_bound()}{self._but()}. In the precision of the "
+                f"model, they differ by up to {self.rounding:.1e}, which is rounding"
             )
         return {
             "equal": f"{equal}.",
-            "different": f"They differ from step {self.first_step} on.",
-            "cannot tell": "The comparison cannot tell whether they give the same.",
+            "different": f"The results differ from step {self.first_step} on.",
+            "cannot tell": "The comparison cannot tell whether the results are the same.",
         }[self.verdict]
 
     def _but(self) -> str:
         if not self.zero_gradients:
             return ""
         number = counted(len(self.zero_gradients), "variable")
-        return f" in each step from the same weights, but for {number} whose gradient is zero"
+        return f" in each step from the same weights, except for {number} whose gradient is zero"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -109,9 +109,9 @@ class BranchPrograms(Programs):
     def eager(self, *args: Any, **kwargs: Any) -> StepFunction:
         """Raise: operations outside a program have no scopes of devices."""
         raise UnsupportedModel(
-            f"{self._model.name!r} has layers on several devices, and run_eagerly or "
-            "jit_compile=False was asked for,\nwhere each operation runs on its own.\n"
-            "Leave both out of compile(), or call lockstep.release(model) first."
+            f"{self._model.name!r} has branches on several devices, which need a compiled step, "
+            "but\nrun_eagerly or jit_compile=False was requested.\nRemove both from compile(), "
+            "or call lockstep.release(model) first."
         )
 
     def divides(self, rows: int) -> bool:

@@ -137,8 +137,8 @@ def cuda_folder() -> str:
                 return folder
     package = "jax[cuda13]" if of_cuda_13 else "keras-lockstep[plan]"
     raise UnsupportedBackend(
-        "A step was to be compiled for a GPU, and the compiler for NVIDIA GPUs is not here.\n"
-        f'Install it: pip install "{package}". It needs no GPU.'
+        "To compile a step for a GPU, the compiler for NVIDIA GPUs is needed, but it is not "
+        f'installed.\nInstall it: pip install "{package}". It needs no GPU.'
     )
 
 

@@ -270,7 +270,7 @@ def prove(call: Call, trainable: Any, others: Any, parts: RowParts, size: int) -
     found = trace_rows(function, arguments, parts.sizes)
     whole = made[call.rows]
     if any(one.changed != whole.changed or one.arrays != whole.arrays for one in made.values()):
-        raise refused.not_by_rows(repr(model.name), "It is another program for fewer rows")
+        raise refused.not_by_rows(repr(model.name), "Its program differs for fewer rows")
     changed = [model.non_trainable_variables[n] for n in whole.changed]
     for label in jax.tree.leaves(found.outputs):
         if isinstance(label, Mixed):

@@ -62,7 +62,7 @@ def check_prng() -> None:
     config: Any = jax.config
     if config.jax_default_prng_impl != _PRNG or not config.jax_threefry_partitionable:
         raise UnknownDraw(
-            "draws by a method of JAX that is not the default one "
+            "draws with a JAX random number generator that is not the default "
             "(jax_default_prng_impl, jax_threefry_partitionable)"
         )
 
@@ -125,7 +125,9 @@ def draws_by_rows(found: Sequence[Draw], sizes: Sequence[int], rows: int) -> Dra
             continue
         small, large = draw.shapes[sizes.index(rows)], draw.shapes[0]
         if shapes.setdefault(number, {}).setdefault(small, large) != large:
-            raise UnknownDraw(f"{_layer(draw)} draws {small} with rows and without, of one seed")
+            raise UnknownDraw(
+                f"{_layer(draw)} draws {small} for the rows and for other shapes, from one seed"
+            )
     every = range(max(shapes, default=-1) + 1)
     return tuple(tuple(sorted(shapes.get(number, {}).items())) for number in every)
 
@@ -138,7 +140,9 @@ def _check(draw: Draw, number: int | None) -> None:
             "shuffle do"
         )
     if number is None:
-        raise UnknownDraw(f"{_layer(draw)} draws by jax.random, with a key that Keras has not made")
+        raise UnknownDraw(
+            f"{_layer(draw)} draws with jax.random, with a key that Keras did not create"
+        )
     if math.prod(draw.shapes[0]) >= _MOST:
         raise UnknownDraw(f"{_layer(draw)} draws 2**32 numbers or more at once")
 

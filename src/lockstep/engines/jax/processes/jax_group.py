@@ -116,9 +116,9 @@ class JaxGroup:
             return value
         if not value.is_fully_replicated:
             raise ProcessesDisagree(
-                f"An array of shape {value.shape} is spread over processes, none of which has it "
-                "whole.\nWrap data of such arrays in lockstep.process_local, or hand over host "
-                "arrays with all rows."
+                f"An array of shape {value.shape} is sharded across processes, and no process "
+                "has all of it.\n"
+                "Wrap such arrays in lockstep.process_local, or pass host arrays with all rows."
             )
         return value.addressable_data(0)
 
@@ -172,25 +172,25 @@ def _check_by_rows(value: jax.Array) -> None:
         UnusableData: If it is not.
     """
     where: dict[int, set[tuple[int, int]]] = {}
-    what = "is replicated over them" if value.is_fully_replicated else None
+    what = "is replicated" if value.is_fully_replicated else None
     places: Any = value.sharding.devices_indices_map(value.shape)
     for device, index in places.items():
         ranges = [part.indices(size)[:2] for part, size in zip(index, value.shape, strict=True)]
         whole = [(0, size) for size in value.shape]
         if ranges[1:] != whole[1:]:
-            what = "is split along another dim than its rows"
+            what = "is split along a dim other than its rows"
         where.setdefault(device.process_index, set()).update(ranges[:1])
     end = 0
     for process in sorted(where):
         for start, stop in sorted(where[process]):
             if start != end and what is None:
-                what = "has its rows in another order than that of the processes, or some twice"
+                what = "has its rows in a different order than the processes, or repeats some"
             end = stop
     if what is not None:
         raise UnusableData(
-            f"An array of shape {value.shape} of all processes {what}, and each brings its rows.\n"
-            "Lay it out by rows over the devices in their order: NamedSharding(Mesh(jax.devices(), "
-            '"x"), PartitionSpec("x")).'
+            f"An array of shape {value.shape} across all processes {what}, but it must hold the "
+            "rows of each process in order.\nShard it by rows across the devices in their "
+            'order: NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec("x")).'
         )
 
 
@@ -270,9 +270,10 @@ def check_started() -> None:
     asked = os.environ.get("PMI_SIZE", "")
     if GROUP.size == 1 and asked.isdecimal() and int(asked) > 1:
         warnings.warn(
-            f"PMI_SIZE={asked} processes were started, and JAX knows of one: each trains alone, "
-            "on all rows.\nTo train together, call jax.distributed.initialize(...) before the "
-            "first Keras operation.\nFor trainings that are meant to be apart, unset PMI_SIZE.",
+            f"PMI_SIZE={asked} processes were started, but JAX sees only one: each process "
+            "trains independently, on all rows.\nTo train together, call "
+            "jax.distributed.initialize(...) before the first Keras operation.\nFor independent "
+            "runs, unset PMI_SIZE.",
             LockstepWarning,
             stacklevel=5,
         )
@@ -291,27 +292,28 @@ def check_devices(devices: list[jax.Device]) -> None:
     patience()  # an error in its variable is raised here, and not in the middle of a call
     if set(devices) != set(jax.devices(devices[0].platform)):
         raise ProcessesDisagree(
-            f"devices={len(devices)} was asked for, and {jax.process_count()} processes have "
-            f"{jax.device_count()}, all of which have to take part.\n"
-            "Leave devices out, or start fewer processes."
+            f"devices={len(devices)} was requested, but {jax.process_count()} processes have "
+            f"{jax.device_count()} devices, and all of them must take part.\n"
+            "Remove devices, or start fewer processes."
         )
     found = Counter(device.process_index for device in devices)
     counts = [found[process] for process in range(jax.process_count())]
     if max(counts) != min(counts):
         most, least = counts.index(max(counts)), counts.index(min(counts))
         raise ProcessesDisagree(
-            f"Process {most} has {counted(counts[most], 'device')}, and process {least} has "
-            f"{counts[least]}: JAX shares variables among processes that have as many each.\n"
-            "Let every process see as many devices (CUDA_VISIBLE_DEVICES, LOCKSTEP_REHEARSE)."
+            f"Process {most} has {counted(counts[most], 'device')}, but process {least} has "
+            f"{counts[least]}: on JAX, every process needs the same number of devices.\n"
+            "Make the same number of devices visible to every process (CUDA_VISIBLE_DEVICES, "
+            "LOCKSTEP_REHEARSE)."
         )
     order = ", ".join(f"{device.platform}:{device.id}" for device in devices)
     lowest, highest = once([order, jax.process_index()])
     if lowest[0] != highest[0]:
         first, other = sorted([lowest[1], highest[1]])
         raise ProcessesDisagree(
-            f"Process {other} has the devices in another order than process {first}; in "
+            f"Process {other} lists the devices in a different order than process {first}; in "
             f"process {jax.process_index()} it is {order}.\n"
-            "Give devices= in the same order in every process, or leave it out."
+            "Pass devices= in the same order in every process, or remove it."
         )
 
 

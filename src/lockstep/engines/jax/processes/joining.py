@@ -107,19 +107,18 @@ def _has_address(name: str) -> bool:
 def _no_address(place: Place) -> ProcessesDisagree:
     name = socket.gethostname()
     return ProcessesDisagree(
-        f"JAX connects the CPUs of {place.size} processes by the names of their hosts, and "
-        f"{name!r}, this one, has no address.\n"
-        f"Add a line to /etc/hosts: the address of this host in its network, and {name}.\n"
-        "If all processes are on this host, that is 127.0.0.1."
+        f"JAX connects the CPUs of {place.size} processes by host name, but the name of this "
+        f"host, {name!r}, has no address.\nAdd a line to /etc/hosts with the network address of "
+        f"this host, and {name}.\nIf all processes run on this host, use 127.0.0.1."
     )
 
 
 def _too_late(place: Place) -> ProcessesDisagree:
     where = f", at {_first_use[0]}" if _first_use else ", before lockstep was imported"
     return ProcessesDisagree(
-        f"This is {place}, and JAX started its devices before it joined them{where}.\n"
-        "Call lockstep.initialize() before the first Keras operation, to train together.\n"
-        "For trainings that are meant to be apart, set LOCKSTEP_PROCESSES=1."
+        f"This is {place}, but JAX started its devices before the processes were "
+        f"connected{where}.\nTo train together, call lockstep.initialize() before the first "
+        "Keras operation.\nFor independent runs, set LOCKSTEP_PROCESSES=1."
     )
 
 

@@ -28,10 +28,10 @@ def check_same(traced: Any) -> None:
     if least[0] != greatest[0]:
         first, other = sorted([least[1], greatest[1]])
         raise ProcessesDisagree(
-            f"Process {other} would run another step than process {first}: something that "
-            "is no variable differs (an activation, a loss, a momentum, a constant of a layer).\n"
-            "Let one function build and compile the model alike in every process, and seed what it "
-            "draws."
+            f"Process {other} would run a different step than process {first}: something other "
+            "than a variable differs (an activation, a loss, a momentum, a constant of a "
+            "layer).\nBuild and compile the model with the same code in every process, and seed "
+            "all random numbers."
         )
 
 

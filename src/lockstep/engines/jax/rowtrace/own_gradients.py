@@ -101,8 +101,8 @@ class OwnGradient:
                 if isinstance(label, Mixed):
                     why = f"{label.place.operation} {label.why}"
                 elif isinstance(wanted, Total):
-                    why = "it is no sum over rows"
-                raise RowsMeet(f"has a gradient of its own: {why}")
+                    why = "it is not a sum over rows"
+                raise RowsMeet(f"has a custom gradient: {why}")
 
 
 def is_of_frameworks_alone(operation: Operation, called: Sequence[Any]) -> bool:
@@ -168,7 +168,7 @@ def _gradient_label(label: Label, place: Place) -> Label:
         return replace(label, content=DATA)
     if isinstance(label, Row):
         return label
-    raise RowsMeet("has a gradient of its own, which cannot be followed")
+    raise RowsMeet("has a custom gradient, which cannot be analyzed")
 
 
 def _zero_outputs(program: Jaxpr) -> set[int]:

@@ -28,8 +28,8 @@ from lockstep.engines.jax.rowtrace.row_labels import (
 from lockstep.engines.jax.rowtrace.traced_operation import Operation, agree, dims_of_rows, named
 
 OVER_ROWS = "over rows"
-CUTS = "takes some of the rows"
-BY_NUMBER = "takes rows by their number"
+CUTS = "selects some of the rows"
+BY_NUMBER = "selects rows by index"
 OTHER_ROWS = "combines rows with other rows"
 NO_RULE = "is not known to work row by row"
 
@@ -155,17 +155,17 @@ def _concatenate(operation: Operation) -> Label:
             raise RowsMeet(OTHER_ROWS)
         outer += label.outer * label.each // each
     if len(rows) < len(operation.labels):
-        raise RowsMeet("adds entries to the rows")
+        raise RowsMeet("pads the dim of the rows")
     return Rows(dim, outer, each)
 
 
 def _pad(operation: Operation) -> Label:
     label = operation.labels[0]
     if not isinstance(label, Rows) or len(operation.rows) > 1:
-        raise RowsMeet("fills with rows")
+        raise RowsMeet("uses rows as fill values")
     agree(operation.param("padding_config"))
     if tuple(operation.params["padding_config"][label.dim]) != (0, 0, 0):
-        raise RowsMeet("adds entries to the rows")
+        raise RowsMeet("pads the dim of the rows")
     return replace(label, content=DATA if label.content == FALSE else label.content)
 
 
@@ -302,7 +302,7 @@ def _convolution(operation: Operation) -> Label:
     data, kernel = operation.labels
     dims = operation.params["dimension_numbers"]
     if not isinstance(kernel, Same) or not isinstance(data, Rows):
-        raise RowsMeet("has a kernel for each row")
+        raise RowsMeet("has a separate kernel for each row")
     if operation.params["batch_group_count"] != 1 or data.dim != dims.lhs_spec[0]:
         raise RowsMeet(OVER_ROWS)
     return replace(data, dim=dims.out_spec[0])
@@ -318,7 +318,7 @@ def _gather(operation: Operation) -> Label:
     results = len(operation.made(0)[0])
     indexed = [dim for dim in range(results) if dim not in dims.offset_dims]
     if isinstance(index, Rows) and index.dim == len(operation.shape(1)) - 1:
-        raise RowsMeet("makes an index of rows")
+        raise RowsMeet("uses rows as an index")
     if not isinstance(operand, Rows):
         agree(window)
         if not isinstance(index, Rows) or index.content == COLUMNS:
@@ -344,7 +344,7 @@ def _scatter(operation: Operation) -> Label:
     operand, index, updates = operation.labels
     dims, rank = operation.params["dimension_numbers"], len(operation.shape(0))
     if not isinstance(operand, Rows) or not isinstance(updates, Rows):
-        raise RowsMeet("writes rows where no row is")
+        raise RowsMeet("writes rows into an array without rows")
     windows = dims.update_window_dims
     indexed = [dim for dim in range(len(operation.shape(2))) if dim not in windows]
     if same_places(operand, updates):
@@ -420,7 +420,7 @@ def of_numbers(operation: Operation) -> Label:
         if isinstance(index, Rows) and index.content == COLUMNS and plain:
             indexed = replace(operation, labels=[labels[0], index, *labels[2:]])
             return _gather(indexed) if name == "gather" else _scatter(indexed)
-    raise RowsMeet("computes with the numbers of the rows")
+    raise RowsMeet("computes with the indices of the rows")
 
 
 _SCATTERS = named(

@@ -211,7 +211,7 @@ def aligned(labels: Iterable[Label]) -> Rows:
     firm = next((each for each in rows if each.content not in (UNIFORM, FALSE)), rows[0])
     for each in rows:
         if each.dim != firm.dim or not same_places(each, firm):
-            raise RowsMeet("with rows in other places")
+            raise RowsMeet("with rows in different dims")
     return replace(firm, content=DATA if firm.content == DATA else UNIFORM, columns=frozenset())
 
 
@@ -237,7 +237,7 @@ def joined(one: Label, other: Label, place: Place) -> Label:
                 return first
         if isinstance(first, Count) and isinstance(second, Count | Same):
             return Count()
-    return Mixed(place, "has values that relate to rows in two ways")
+    return Mixed(place, "combines values that depend on the rows in different ways")
 
 
 def changeable(label: Label) -> Label:
@@ -256,5 +256,5 @@ def in_one_step(label: Label, place: Place) -> Label:
             return Row(label.outer, label.each)
         if label.content in (UNIFORM, FALSE):
             return SAME
-        return Mixed(place, "computes with the numbers of the rows")
+        return Mixed(place, "computes with the indices of the rows")
     return replace(label, dim=label.dim - 1) if isinstance(label, Rows) else label

@@ -87,7 +87,7 @@ _EVALUATED = named(
 )
 """Operations that are computed if all operands are scalars made of the number of rows."""
 
-_OTHER_PROGRAM = "is another program for another number of rows"
+_OTHER_PROGRAM = "is a different program for a different number of rows"
 
 
 def trace_rows(
@@ -179,7 +179,7 @@ def _mixed(label: Label, subject: str) -> Mixed:
     if isinstance(label, Total):
         return Mixed(label.place, "over rows")
     number = isinstance(label, Rows) and label.content != DATA
-    why = "has the numbers of the rows" if number else "has an entry for each row"
+    why = "contains the indices of the rows" if number else "has an entry for each row"
     return Mixed(Place("", subject, ""), BY_COUNT if isinstance(label, Count) else why)
 
 
@@ -211,7 +211,7 @@ class _Walk:
         if all(value is values[0] for value in values) and np.ndim(values[0]):
             return SAME
         if any(not getattr(value, "is_fully_addressable", True) for value in values):
-            return Mixed(place, "is another array for another number of rows")
+            return Mixed(place, "is a different array for a different number of rows")
         arrays = [np.asarray(_plain(value)) for value in values]
         shapes, first = [array.shape for array in arrays], arrays[0]
         if all(shape == first.shape for shape in shapes):
@@ -228,20 +228,20 @@ class _Walk:
         numbers = all(np.all(array == np.arange(array.shape[-1])) for array in along)
         if made.each == 1 and numbers:
             return replace(made, content=NUMBER)
-        return Mixed(place, "has another constant for each row")
+        return Mixed(place, "has a different constant for each row")
 
     def _fitting(self, label: Label, shapes: Sequence[tuple[int, ...]], place: Place) -> Label:
         """Return a label if the sizes are those of the label: a check of every rule."""
         if isinstance(label, Mixed):
             return label
         if len({len(shape) for shape in shapes}) > 1:
-            return Mixed(place, "makes as many dims as rows")
+            return Mixed(place, "creates as many dims as there are rows")
         dims = dims_of_rows(shapes)
         if isinstance(label, Rows):
             sizes = [shape[label.dim] for shape in shapes] if dims == [label.dim] else []
             if sizes == [rows * label.outer * label.each for rows in self.sizes]:
                 return label
-            return Mixed(place, "has sizes that do not fit its rows")
+            return Mixed(place, "has sizes that do not match its rows")
         return Mixed(place, BY_COUNT) if dims else label
 
     # ----------------------------------------------------------------------------- programs
@@ -346,7 +346,7 @@ class _Walk:
         except RowsMeet as why:
             made = Mixed(operation.place, str(why))
         except UnsupportedFramework:
-            made = Mixed(operation.place, f"cannot be followed with JAX {jax.__version__}")
+            made = Mixed(operation.place, f"cannot be analyzed with JAX {jax.__version__}")
         labels = made if isinstance(made, list) else [made] * count
         shapes = map(operation.made, range(count))
         fitting = partial(self._fitting, place=operation.place)
@@ -365,7 +365,7 @@ class _Walk:
         if name == "custom_linear_solve":
             return self._linear_solve(operation)
         if operation.equations[0].effects and operation.equations[0].outvars:
-            raise RowsMeet("has effects outside the program")
+            raise RowsMeet("has side effects")
         if name == "select_n" and (chosen := _chosen(labels[0])) is not None:
             return labels[1 + chosen]
         if Mixed in kinds:
@@ -409,11 +409,11 @@ class _Walk:
             compare_sizes(operation)
             return SAME
         if operation.name not in ("broadcast_in_dim", "iota", "tile"):
-            raise RowsMeet("makes an array of as many entries as rows")
+            raise RowsMeet("creates an array with one entry per row")
         made = rows_of_shapes(shapes[0], self.sizes, UNIFORM)
         if made and operation.name == "iota" and made.dim == operation.params["dimension"]:
             if made.each > 1:
-                raise RowsMeet("makes more numbers than rows")
+                raise RowsMeet("creates more numbers than there are rows")
             return replace(made, content=NUMBER)
         if made and operation.name == "tile" and operation.shape(0)[made.dim] > 1:
             return replace(made, content=DATA)
@@ -506,7 +506,7 @@ class _Walk:
                 found.append(self.follow(programs, inputs, operation.place))
             start += length
         if any(each != found[0] for each in found):
-            raise RowsMeet("solves by functions that relate to rows in two ways")
+            raise RowsMeet("solves with functions that depend on the rows in different ways")
         return found[0]
 
     # -------------------------------------------------------------------------------- loops
@@ -561,7 +561,7 @@ class _Walk:
             (going,) = self.follow(operation.param("cond_jaxpr"), inputs, place)
             after = [joined(*each, place) for each in zip(carry, made, strict=True)]
             if not isinstance(going, Same):
-                ends = "depends on the rows in its number of steps"
+                ends = "runs a number of steps that depends on the rows"
                 end = going if isinstance(going, Mixed) else Mixed(place, ends)
                 after = [label if isinstance(label, Mixed) else end for label in after]
             if after == carry:
@@ -573,7 +573,7 @@ class _Walk:
         if isinstance(index, Mixed):
             return [index] * len(operation.equations[0].outvars)
         if not isinstance(index, Same):
-            raise RowsMeet("chooses a branch by the rows")
+            raise RowsMeet("selects a branch from the values of the rows")
         branches = zip(*operation.param("branches"), strict=True)
         made = [self.follow(each, labels, operation.place) for each in branches]
         found = made[0]

@@ -104,7 +104,7 @@ def rows_of_shapes(shapes: Sequence[Shape], sizes: Sequence[int], content: str) 
         RowsMeet: If several dims, or no multiple of the rows, differ between the traces.
     """
     if len({len(shape) for shape in shapes}) > 1:
-        raise RowsMeet("makes as many dims as rows")
+        raise RowsMeet("creates as many dims as there are rows")
     dims = dims_of_rows(shapes)
     if not dims:
         return None
@@ -113,7 +113,7 @@ def rows_of_shapes(shapes: Sequence[Shape], sizes: Sequence[int], content: str) 
     (dim,) = dims
     each = shapes[0][dim] // sizes[0]
     if any(shape[dim] != each * rows for shape, rows in zip(shapes, sizes, strict=True)):
-        raise RowsMeet("has a size that is no multiple of the rows")
+        raise RowsMeet("has a size that is not a multiple of the number of rows")
     return Rows(dim, 1, each, content)
 
 
@@ -139,7 +139,7 @@ def compare_parameters(operation: Operation, followed: bool) -> None:
             if key == "impl":  # methods of `row_draws` have a name that is their number
                 values = [str(value) for value in operation.param(key)]
             if any(_differ(values[0], value) for value in values[1:]):
-                raise RowsMeet(f"has another {key} for another number of rows")
+                raise RowsMeet(f"has a different {key} for a different number of rows")
 
 
 def _compared(value: Any, followed: bool) -> Any:

@@ -60,16 +60,15 @@ def why_whole(
     begin = f"A batch of {batch} over {replicas} devices is exact, but not split: "
     if layers := unsplittable_layers(jaxpr, rows, replicas):
         return (
-            f"{begin}{', '.join(layers)}: XLA cannot split the gradient of a sort unevenly, "
-            "and all devices do all of the work.\n"
-            "Give batches that the number of devices divides; or sort by "
-            "ops.take_along_axis(x, ops.argsort(x, axis), axis)."
+            f"{begin}{', '.join(layers)}: XLA cannot split the gradient of a sort unevenly, so "
+            "every device computes the whole batch.\nUse a batch size that is a multiple of the "
+            "number of devices, or sort with ops.take_along_axis(x, ops.argsort(x, axis), axis)."
         )
     if layers := pooling_layers(jaxpr, rows, longer):
         return (
-            f"{begin}{', '.join(layers)}: XLA computes another gradient of a max pooling along the "
-            "rows where they are split, and all devices do all of the work.\n"
-            "Pool along another dim, or by windows that do not overlap."
+            f"{begin}{', '.join(layers)}: if rows are split, XLA computes a wrong gradient for "
+            "max pooling along the rows, so every device computes the whole batch.\n"
+            "Pool along a different dim, or use windows that do not overlap."
         )
     return None
 

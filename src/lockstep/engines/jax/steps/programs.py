@@ -63,9 +63,9 @@ from lockstep.training.arrays import host_array, is_native
 from lockstep.training.input import BatchesAhead
 
 _DELETED = (
-    "A variable shares its array with another model that has trained since, as after `a.assign(b)`."
-    "\nJAX deletes the arrays that a training step is given, so the value is lost."
-    "\nAssign it again as a copy: `a.assign(keras.ops.copy(b))`."
+    "A variable shares its array with another model, as after `a.assign(b)`, and that model was "
+    "then trained.\nJAX deletes the input arrays of a training step, so the value is lost.\n"
+    "Assign it again as a copy: `a.assign(keras.ops.copy(b))`."
 )
 
 
@@ -293,8 +293,8 @@ class Programs:
         if isinstance(leaf, sparse.JAXSparse):
             if self._several:
                 raise UnsupportedModel(
-                    "Sparse inputs were given, and JAX runs in several processes, over which "
-                    "sparse arrays\ncannot be laid out. Hand over dense arrays."
+                    "Sparse inputs were given, but JAX cannot shard sparse arrays across "
+                    "several processes.\nPass dense arrays."
                 )
             return jax.device_put(leaf, self.replicated)
         if isinstance(leaf, RowsHere):

@@ -80,9 +80,9 @@ class BranchSteps(Steps):
         """Raise if the model is compiled to run eagerly."""
         if self._model.run_eagerly:
             raise UnsupportedModel(
-                f"{self._model.name!r} has layers on several devices, and run_eagerly=True was "
-                "asked for,\nwhere the backward pass of each operation runs on the first device.\n"
-                "Leave it out of compile(), or call lockstep.release(model) first."
+                f"{self._model.name!r} has branches on several devices, but run_eagerly=True "
+                "was requested.\nEager backward passes run only on the first device.\nRemove "
+                "run_eagerly from compile(), or call lockstep.release(model) first."
             )
 
     def _step(self, name: str, data: Any, split: Any, whole: Any = None) -> Any:

@@ -80,7 +80,7 @@ def _parts(indices: Any) -> list[Any]:
     while op.type in ("Cast", "Identity", "Reshape"):
         op = op.inputs[0].op
     if calls_of(op):
-        raise ReplicasDiffer("it looks up rows of a weight inside a function of TensorFlow")
+        raise ReplicasDiffer("it looks up rows of a weight inside a TensorFlow function")
     return [indices]
 
 

@@ -107,11 +107,11 @@ class Program:
         """
         for op in every_operation(operations):
             if has_own_gradient(op) and not last:
-                raise ReplicasDiffer(f"{what} has a gradient of its own")
+                raise ReplicasDiffer(f"{what} has a custom gradient")
             if "PyFunc" in op.type:
                 raise ReplicasDiffer(f"{what} calls Python while it runs ({op.type})")
             if not is_repeatable(op):
-                raise ReplicasDiffer(f"{what} draws random numbers or has a state ({op.type})")
+                raise ReplicasDiffer(f"{what} draws random numbers or is stateful ({op.type})")
         self._check_inputs(what, operations, given)
         self.compare(number, what, operations)
 
@@ -139,7 +139,7 @@ class Program:
         if number == len(self._done):
             self._done.append(done)
         elif self._done[number] != done:
-            raise ReplicasDiffer(f"{what} is another program each time Python makes it")
+            raise ReplicasDiffer(f"{what} gives a different program each time it is traced")
 
     def _check_inputs(self, what: str, operations: list[Any], given: Iterable[Any]) -> None:
         known = {id(tensor) for tensor in given}
@@ -149,9 +149,9 @@ class Program:
         drawn = {id(inner) for outer, inner in graph.captures if id(outer) in handles}
         for tensor in (tensor for op in operations for tensor in op.inputs):
             if id(tensor) in drawn:
-                raise ReplicasDiffer(f"{what} draws random numbers without a seed of its own")
+                raise ReplicasDiffer(f"{what} draws random numbers without its own seed")
             if id(tensor) not in known and tensor.op.type not in ("Const", "Placeholder"):
-                raise ReplicasDiffer(f"{what} uses what a layer keeps ({tensor.op.name})")
+                raise ReplicasDiffer(f"{what} uses a tensor that a layer stores ({tensor.op.name})")
 
 
 def looks_up_weights(operations: Iterable[Any]) -> bool:

@@ -283,7 +283,8 @@ class TracedReplica:
                     tf.shape(value)[0],
                     size,
                     f"lockstep: {what} was expected to have the rows of the batch as its first "
-                    "dim, and has another number. lockstep.release(model) trains it on one device.",
+                    "dim, but its first dim has a different size. To train on one device, call "
+                    "lockstep.release(model).",
                 )
             ]
         ):

@@ -76,7 +76,7 @@ class CustomStep:
         if not all(
             leaf is None or isinstance(leaf, tf.Tensor) for leaf in keras.tree.flatten(data)
         ):
-            raise ReplicasDiffer("it is given ragged or sparse tensors")
+            raise ReplicasDiffer("it gets ragged or sparse tensors")
         self._rows = known_rows(data)
         data = keras.tree.map_structure(_with_hidden_rows, data)
         rows = [leaf for leaf in keras.tree.flatten(data) if leaf is not None and leaf.shape.rank]
@@ -125,7 +125,7 @@ class CustomStep:
                 return call(*args, **kwargs)
             reason = self._why_whole(layer, args, kwargs)
             if reason == LOOKS_AT_ROWS:  # here it does not see the number that one device sees
-                raise ReplicasDiffer(f"{layer.name!r} looks at the number of rows")
+                raise ReplicasDiffer(f"{layer.name!r} reads the number of rows")
             if reason is not None:
                 self.whole.setdefault(layer.name, reason)
                 return call(*args, **kwargs)
@@ -175,15 +175,15 @@ class CustomStep:
         kwargs: Any,
         leaves: list[Any],
     ) -> Any:
-        what = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
+        what = f"an input or output of {layer.name!r} ({type(layer).__name__})"
         before = {id(loss) for inner in layers_in(layer) for loss in added_losses(inner)}
         outer = replica.shards
         with replica.apart() as part:
             rows = tf.shape(leaves[0])[0]
             words = (
-                f"lockstep: layer {layer.name!r} ({type(layer).__name__}) is given tensors of "
-                "different numbers of rows in a step of your own.\nlockstep.release(model) trains "
-                "it on one device."
+                f"lockstep: layer {layer.name!r} ({type(layer).__name__}) gets tensors with "
+                "different numbers of rows in a custom step.\n"
+                "To train on one device, call lockstep.release(model)."
             )
             same = [tf.debugging.assert_equal(tf.shape(x)[0], rows, words) for x in leaves[1:]]
             with tf.control_dependencies(same):
@@ -270,12 +270,12 @@ class CustomStep:
     def _check(self, replica: TracedReplica, tape: Any) -> None:
         """Raise if the gradients of replicas would not sum up to those of the global batch."""
         if any(end is None for _, _, end in self._tapes().values()):
-            raise ReplicasDiffer(f"{self._name} takes a gradient inside a tape")
+            raise ReplicasDiffer(f"{self._name} computes a gradient inside a tape")
         _, start, end = self._tapes().get(id(tape), (tape, 0, None))
         _position(replica)
         assert replica.part is not None
         if any(map(has_own_gradient, every_operation(replica.part.done[start:end]))):
-            raise ReplicasDiffer(f"{self._name} has a gradient of its own")
+            raise ReplicasDiffer(f"{self._name} has a custom gradient")
 
     def _tapes(self) -> dict[int, tuple[Any, int, int | None]]:
         """Return the tapes of this replica: where each began and ended in the section."""

@@ -38,8 +38,8 @@ _BY_PARAMETERS = {
 
 
 _OTHER_ROWS = (
-    "lockstep: a layer that is declared row-wise draws random numbers for other rows than its "
-    "own.\nRemove lockstep.rowwise from it."
+    "lockstep: a layer that is declared row-wise draws random numbers for rows of other "
+    "devices.\nRemove lockstep.rowwise from it."
 )
 
 
@@ -132,7 +132,7 @@ def _drawn_once(draw: Callable[..., Any], team: ReplicaGroup) -> Callable[..., A
         if replica is None:
             return draw(*args, **kwargs)
         if tf.compat.v1.get_default_graph() is not graph:
-            raise ReplicasDiffer("it draws without a seed inside a function of TensorFlow")
+            raise ReplicasDiffer("it draws without a seed inside a TensorFlow function")
         return replica.exchange(draw(*args, **kwargs) if replica.index == 0 else None)[0]
 
     return draw_once

@@ -63,7 +63,7 @@ def _on_global_batch(
     layer: Any, call: Callable[..., Any], team: ReplicaGroup, rows: int | None
 ) -> Callable[..., Any]:
     """Wrap `call`: gather the rows of its inputs, return this replica's rows of its outputs."""
-    what = f"what goes into and out of {layer.name!r} ({type(layer).__name__})"
+    what = f"an input or output of {layer.name!r} ({type(layer).__name__})"
 
     def gathered_call(*args: Any, **kwargs: Any) -> Any:
         replica = team.current()
@@ -84,14 +84,16 @@ def _on_global_batch(
 
         def own(value: Any) -> Any:
             if isinstance(value, _COMPOSITE):
-                raise ReplicasDiffer(f"{layer.name!r} gives a sparse or ragged tensor")
+                raise ReplicasDiffer(f"{layer.name!r} returns a sparse or ragged tensor")
             if not tf.is_tensor(value):
                 return value
             if value.shape.rank == 0:
                 return replica.rows_of_replicated(value)
             known = value.shape[0] is not None and value.shape[0] != rows
             if known and None in value.shape[1:]:  # a stack of batches
-                raise ReplicasDiffer(f"the first dim of what {layer.name!r} gives is not the batch")
+                raise ReplicasDiffer(
+                    f"the first dim of the output of {layer.name!r} is not the batch"
+                )
             check = tf.debugging.assert_equal(
                 tf.shape(value)[:1], tf.reshape(replica.shards.rows, (1,)), _unaligned(layer)
             )
@@ -106,7 +108,9 @@ def _on_global_batch(
         before = {id(loss) for inner in layers_in(layer) for loss in added_losses(inner)}
         with replica.globally(f"{layer.name!r} ({type(layer).__name__})", (args, kwargs)):
             if loses_rows:
-                raise ReplicasDiffer(f"the first dim of what {layer.name!r} gives is not the batch")
+                raise ReplicasDiffer(
+                    f"the first dim of the output of {layer.name!r} is not the batch"
+                )
             outputs = call(*args, **kwargs)
         for inner in layers_in(layer):
             losses = [
@@ -177,15 +181,15 @@ def _loses_rows(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) ->
 
 def _unaligned(layer: Any) -> str:
     return (
-        f"lockstep: layer {layer.name!r} ({type(layer).__name__}) merges the batch with another "
-        "dim or drops it, and what it gives cannot be split by rows on TensorFlow.\n"
+        f"lockstep: layer {layer.name!r} ({type(layer).__name__}) merges the batch dim with "
+        "another dim or drops it, so its output cannot be split by rows on TensorFlow.\n"
         "Keep the batch as the first dim, or set KERAS_BACKEND=jax, where any layer works."
     )
 
 
 def _of_global_outputs(layer: Any, regularizer: Any, team: ReplicaGroup) -> Callable[[Any], Any]:
     """Wrap an activity regularizer to see the outputs of all replicas."""
-    what = f"what comes out of {layer.name!r}"
+    what = f"the output of {layer.name!r}"
 
     def regularize(output: Any) -> Any:
         replica = team.current()

@@ -93,11 +93,11 @@ class LossSharding:
     ) -> str | None:
         """Return why a loss or metric takes gathered outputs, `None` if it takes own rows."""
         if own is None or id(_before_casts(y_true)) not in self._targets:
-            return "what it is given are no outputs and targets of the model"
+            return "its arguments are not the outputs and targets of the model"
         if not isinstance(y_true, tf.Tensor) or not (y_true.shape.rank and own.shape.rank):
             return "its targets or the outputs have no rows"
         if y_true.shape[0] == 1:
-            return "one row is compared with all"
+            return "a single row is broadcast to all rows"
         key = (id(owner), y_true.shape[0], signature(y_true), signature(own))
         if key not in self._reasons:
             with tf.init_scope():
@@ -118,8 +118,8 @@ class LossSharding:
         check = tf.debugging.assert_equal(
             tf.shape(y_true)[:1],
             tf.reshape(rows, (1,)),
-            f"lockstep: {what} have another number of rows than the inputs. "
-            "lockstep.release(model) trains it on one device.",
+            f"lockstep: {what} have a different number of rows than the inputs. To train on one "
+            "device, call lockstep.release(model).",
         )
         # Keras's own functions ignore the static number of rows; a user's function may not.
         known = None if is_of_keras(wrapped_function(owner, function)) else y_true.shape[0]
@@ -136,7 +136,9 @@ class LossSharding:
             y_true, own = with_size(y_true), remade(own, with_size)
         with replica.same_operations(f"{name!r}"):
             found = function(y_true, own, **options)
-        return remade(found, lambda part: replica.gather_replicated(part, f"what {name!r} gives"))
+        return remade(
+            found, lambda part: replica.gather_replicated(part, (f"the result of {name!r}"))
+        )
 
     def _rows_in_part(self, given: Any) -> Any:
         """Return this replica's rows of a gathered output with the same casts, else `None`."""

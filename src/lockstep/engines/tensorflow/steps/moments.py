@@ -31,7 +31,7 @@ def moments_over(layer: Any, team: ReplicaGroup) -> Callable[[Any, Any], tuple[A
 
 def _moments(layer: Any, replica: TracedReplica, inputs: Any, mask: Any) -> tuple[Any, Any]:
     axes = reduction_axes(layer)
-    what = f"what goes into {layer.name!r}"
+    what = f"the input of {layer.name!r}"
     inputs = replica.true_rows(inputs, what)
 
     def total(value: Any) -> Any:

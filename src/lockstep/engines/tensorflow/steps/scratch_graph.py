@@ -42,7 +42,7 @@ class ScratchGraph:
         if hasattr(tensor, "numpy") and not isinstance(tensor, tf.Variable):
             return str(tensor.dtype), tuple(tensor.shape), tensor.numpy().tobytes()
         if getattr(tensor, "graph", None) is not self._graph:
-            raise NotRowByRow("what is kept outside of it")
+            raise NotRowByRow("state outside of it")
         return tensor.name
 
     def cut(self) -> tuple[Any, str | None]:
@@ -56,7 +56,7 @@ class ScratchGraph:
                 return None, op.type
         for outer, _ in captures:
             if not _is_resource(outer) and not hasattr(outer, "numpy"):
-                return None, "what is kept outside of it"
+                return None, "state outside of it"
         return program_of(operations, variables), None
 
 

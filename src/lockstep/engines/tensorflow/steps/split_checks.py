@@ -21,9 +21,9 @@ def unsplit_reason(model: Any, plan: ReplicaPlan, reasons: Reasons, data: Any) -
         return f"({type(model).__name__}) is not known to work row by row: {reasons[id(model)]}"
     for layer in layers_in(model):
         if is_in_float8(layer):
-            return f"has layer {layer.name!r} in float8, which scales by the whole batch"
+            return f"has layer {layer.name!r} in float8, whose scale depends on the whole batch"
     if any(_is_composite(leaf) for leaf in keras.tree.flatten(data)):
-        return "is given ragged or sparse tensors"
+        return "gets ragged or sparse tensors"
     return None
 
 

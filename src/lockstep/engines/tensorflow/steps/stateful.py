@@ -53,7 +53,7 @@ class _ByRows:
                 replica.shards.rows,
                 self._state.shape[0],
                 f"lockstep: the state of {self._name!r} has "
-                f"{counted(self._state.shape[0], 'row')}, and a batch has another number.",
+                f"{counted(self._state.shape[0], 'row')}, but the batch has a different number.",
             )
             with tf.control_dependencies([check]):
                 state = replica.rows_of(state)

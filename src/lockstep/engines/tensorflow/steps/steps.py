@@ -181,7 +181,7 @@ class Steps:
             if ready or name != "predict_step":
                 return self._run_custom_step(name, whole, data)
         if reason is not None:
-            self._warn(f"{model.name!r} {reason}, so the first device runs every batch alone")
+            self._warn(f"{model.name!r} {reason}, so only the first device runs every batch")
             return self._whole(whole, data)
         team = ReplicaGroup(self._strategy, self._copies, layers_in(model))
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -355,7 +355,7 @@ class Steps:
         return loss
 
     def _output_name(self) -> str:
-        return f"what {self._model.name!r} gives"
+        return f"the output of {self._model.name!r}"
 
     # ------------------------------------------------------------------------ checks
 
@@ -374,8 +374,8 @@ class Steps:
         self._handles += map(weakref.ref, handles)
         if found := outdated(handles):
             raise UnsupportedModel(
-                f"A tf.function that {self._model.name!r} calls keeps {len(found)} variables, "
-                f"such as {found[0]!r}, from before every device had a copy.\n"
+                f"A tf.function that {self._model.name!r} calls has captured {len(found)} "
+                f"variables, such as {found[0]!r}, before they were copied to every device.\n"
                 "Remove tf.function, or build the optimizer before the call:\n"
                 "model.optimizer.build(model.trainable_variables)."
             )
@@ -386,7 +386,7 @@ class Steps:
             return
         if changed := self._copies.strangers(tf.compat.v1.get_default_graph()):
             names = ", ".join(changed)
-            raise ReplicasDiffer(f"it changes variables that no layer of it has: {names}")
+            raise ReplicasDiffer(f"it changes variables that belong to none of its layers: {names}")
 
     def _warn_of_whole(self, layers: dict[str, str]) -> None:
         names = ", ".join(f"{name!r} ({reason})" for name, reason in layers.items())

@@ -151,9 +151,9 @@ def _check_not_compiled(model: Any) -> None:
     """Raise if Keras would compile the steps of a model with layers on several devices."""
     if getattr(model, "jit_compile", False):
         raise UnsupportedModel(
-            f"{model.name!r} has layers on several devices, and jit_compile=True was asked for,\n"
-            "where torch.compile would make one program of the step.\n"
-            "Leave it out of compile(), or call lockstep.release(model) first."
+            f"{model.name!r} has branches on several devices, which jit_compile=True does not "
+            "support:\ntorch.compile would make one program of the step.\nRemove jit_compile "
+            "from compile(), or call lockstep.release(model) first."
         )
 
 

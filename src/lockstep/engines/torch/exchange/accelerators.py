@@ -137,7 +137,7 @@ def check_nccl() -> None:
         return
     if not dist.is_nccl_available():
         raise UnsupportedBackend(
-            f"Several GPUs were asked for on 'torch', and PyTorch {torch.__version__} has no NCCL, "
-            "by which they exchange gradients.\nInstall a build of PyTorch for CUDA on Linux, or "
-            "train on one GPU: devices=1."
+            f"Several GPUs were requested on 'torch', but PyTorch {torch.__version__} has no "
+            "NCCL to exchange gradients.\n"
+            "Install a CUDA build of PyTorch on Linux, or train on one GPU: devices=1."
         )

@@ -247,8 +247,8 @@ class RankGroup:
 
 
 OTHER_CODE = (
-    "A layer or step may depend on the process, the time, or a state that the model does not hold."
-    "\nMake it an attribute of the model, or call lockstep.release(model)."
+    "A layer or step may depend on the process, the time, or state outside of the model.\n"
+    "Make that state an attribute of the model, or call lockstep.release(model)."
 )
 """Ends the error for ranks that exchange different things."""
 

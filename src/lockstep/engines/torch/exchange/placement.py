@@ -55,9 +55,10 @@ def keras_uses_gpus() -> bool:
     kind = torch_default_device().partition(":")[0]
     if kind not in ("cpu", accelerators.KIND):
         raise UnsupportedBackend(
-            f"Keras makes its tensors on {kind!r}, and lockstep on 'torch' runs on 'cuda' and "
-            "'cpu' alone.\nPyTorch has no collectives between devices of that kind that lockstep "
-            "can use.\nSet KERAS_TORCH_DEVICE=cpu before Keras is imported, or leave lockstep out."
+            f"Keras creates its tensors on {kind!r}, but on 'torch' lockstep supports only "
+            "'cuda' and 'cpu'.\n"
+            "PyTorch has no suitable collectives for other kinds of devices.\n"
+            "Set KERAS_TORCH_DEVICE=cpu before Keras is imported, or do not use lockstep."
         )
     return kind == accelerators.KIND
 
@@ -72,8 +73,8 @@ def check_placement(devices: Sequence[str]) -> None:
     kinds = {name.partition(":")[0] for name in devices}
     if len(kinds) > 1:
         raise DeviceError(
-            f"devices={', '.join(devices)} was asked for on 'torch', and these are of several "
-            "kinds.\nName GPUs alone, or CPU devices alone."
+            f"devices={', '.join(devices)} was requested on 'torch', but these are devices of "
+            "different kinds.\nName only GPUs, or only CPU devices."
         )
     if kinds != {"gpu"}:
         return
@@ -83,9 +84,9 @@ def check_placement(devices: Sequence[str]) -> None:
     first = int(devices[0].partition(":")[2])
     if first != current:
         raise DeviceError(
-            f"devices={', '.join(devices)} was asked for on 'torch', and Keras makes its tensors "
-            f"on gpu:{current}.\nName that one first, or call torch.cuda.set_device({first}) "
-            "before the model is built."
+            f"devices={', '.join(devices)} was requested on 'torch', but Keras creates its "
+            f"tensors on gpu:{current}.\nName this GPU first, or call "
+            f"torch.cuda.set_device({first}) before the model is built."
         )
 
 

@@ -275,15 +275,16 @@ class TorchGroup:
 
     def _without_another(self) -> ProcessesDisagree:
         return ProcessesDisagree(
-            f"Another process has ended, and process {self.rank} goes on: a step needs every "
-            "process.\nSee what the others say; the weights here are those after the last step of "
-            "all."
+            f"Another process has ended while process {self.rank} continues, but a step needs "
+            "every process.\nSee the output of the other processes. The weights are those after "
+            "the last common step."
         )
 
     def _without_first(self) -> ProcessesDisagree:
         return ProcessesDisagree(
-            f"Process 0 has ended, and process {self.rank} goes on: a step needs every process.\n"
-            "See what process 0 says; the weights here are those after the last step of all."
+            f"Process 0 has ended while process {self.rank} continues, but a step needs every "
+            "process.\n"
+            "See the output of process 0. The weights are those after the last common step."
         )
 
     def _end(self) -> None:
@@ -359,9 +360,9 @@ def _own_device(place: Place, rehearsed: int) -> torch.device:
         mine = list(range(visible)) if found is None else found
     if len(mine) != 1:
         raise ProcessesDisagree(
-            f"This is {place}, and it has {len(mine)} devices; on 'torch' each process trains on "
-            f"one.\nStart {place.size * len(mine)} processes, or let each see one device "
-            "(CUDA_VISIBLE_DEVICES, LOCKSTEP_REHEARSE=1)."
+            f"This is {place}, and it has {len(mine)} devices, but on 'torch' each process "
+            f"trains on one.\nStart {place.size * len(mine)} processes, or make one device "
+            "visible to each (CUDA_VISIBLE_DEVICES, LOCKSTEP_REHEARSE=1)."
         )
     if not on_gpu:
         return torch.device("cpu")

@@ -63,9 +63,9 @@ class LauncherPeers(Peers):
         every = tuple(device.name for device in devices_of_all(group))
         if devices != every:
             raise ProcessesDisagree(
-                f"devices={', '.join(devices)} was asked for, and {group.size} processes run, each "
-                f"with one device: {', '.join(every)}.\n"
-                "Leave devices out, or start as many processes as devices."
+                f"devices={', '.join(devices)} was requested, but {group.size} processes are "
+                f"running, each with one device: {', '.join(every)}.\n"
+                "Remove devices, or start one process per device."
             )
 
     def methods(self, methods: dict[str, Any], *, is_sharded: bool) -> dict[str, Any]:
@@ -94,9 +94,9 @@ class LauncherPeers(Peers):
         """Keep other threads out: each process would exchange something else at a time."""
         if not self._turn.acquire(blocking=False):
             raise UnsupportedModel(
-                f"Two threads use {self._model.name!r}, whose processes exchange what it has.\n"
-                "They have to do so in the same order in every process.\n"
-                "Read variables and run steps in one thread."
+                f"Two threads use {self._model.name!r}, which is distributed over several "
+                "processes.\nEvery process must communicate in the same order, which two "
+                "threads cannot ensure.\nRead variables and run steps in one thread."
             )
         try:
             yield
@@ -187,9 +187,9 @@ class LauncherPeers(Peers):
             # Callbacks may differ between processes, so that nothing is exchanged here.
             if mine != self._agreed_plan:
                 raise ProcessesDisagree(
-                    f"The layers of {self._model.name!r} that run on the whole batch have changed "
-                    "within an epoch,\nand several processes agree on them at its start. Change "
-                    "the model between two epochs."
+                    f"The layers of {self._model.name!r} that run on the whole batch have "
+                    "changed within an epoch,\nbut with several processes they are fixed at the "
+                    "start of an epoch. Change the model between two epochs."
                 )
             return
         self._agreed_plan = mine
@@ -197,10 +197,9 @@ class LauncherPeers(Peers):
         if least[0] != greatest[0]:
             first, other = sorted([least[1], greatest[1]])
             raise ProcessesDisagree(
-                f"Process {other} runs other layers of {self._model.name!r} on the whole batch "
-                f"than process {first}: they would not exchange the same rows.\n"
-                "Give every process the same layers. Code that depends on the process cannot be "
-                "split."
+                f"Process {other} runs different layers of {self._model.name!r} on the whole "
+                f"batch than process {first}: they would exchange different rows.\nBuild the "
+                "same layers in every process. Code that depends on the process cannot be split."
             )
         # Each layer exchanges the weights that it reads.
         self._compares_exchanges = bool(self.rank.shards.variables)
@@ -253,10 +252,10 @@ class LauncherPeers(Peers):
         least, greatest = once([mine, self._group.rank])
         if least[0] != greatest[0]:
             raise ProcessesDisagree(
-                f"After this epoch, process {greatest[1]} has other weights than process "
-                f"{least[1]}: they have not computed alike.\nA layer or step may depend on the "
-                "process, the time, or operations in any order. Go back to a file of the epoch "
-                "before."
+                f"After this epoch, process {greatest[1]} has different weights than process "
+                f"{least[1]}: they did not compute the same.\n"
+                "A layer or step may depend on the process, the time, or a nondeterministic "
+                "operation. Go back to a file of the previous epoch."
             )
 
     # ------------------------------------------------------------ variables in parts
@@ -297,7 +296,7 @@ class LauncherPeers(Peers):
         """Raise if an error has ended an update of the parts before its end."""
         if self.rank.shards.is_updating:
             raise UnsupportedModel(
-                f"{self._model.name!r} is lost: its state was sharded, and an error has ended an "
-                "update,\nso that the processes have parts of two steps.\n"
-                "Build it anew, and resume from a lockstep.Checkpoint."
+                f"{self._model.name!r} is lost: its state was sharded, and an error interrupted "
+                "an update,\nso the processes hold shards of two different steps.\nBuild the "
+                "model again, and resume from a lockstep.Checkpoint."
             )

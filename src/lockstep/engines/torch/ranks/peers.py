@@ -266,7 +266,7 @@ class Peers(ABC):
         if first.reason:
             return first
         if any(each != first for each in others):
-            return TraceAnswer("does not exchange the same in every process")
+            return TraceAnswer("does not run the same collectives in every process")
         return first
 
     def agreed_state(self, states: list[str]) -> str:
@@ -321,16 +321,16 @@ def check_parts(model: Any, shards: Shards) -> None:
     found = shards_in(variables_of(model))
     if any(each is not shards and each.host is None for each in found):
         raise UnsupportedModel(
-            f"{model.name!r} has variables of another model, whose state is sharded.\n"
-            "The processes have a part of each for one model.\n"
-            "Call lockstep.release on the other one first."
+            f"{model.name!r} shares variables with another model, whose state is sharded.\n"
+            "A sharded variable can belong to only one model.\n"
+            "Call lockstep.release on the other model first."
         )
 
 
 def dropped_part(model: Any) -> UnsupportedModel:
     """Return the error for a part that the processes do not have any more."""
     return UnsupportedModel(
-        f"This variable was one of {model.name!r} when its state was sharded, and is "
-        "not any more:\nthe other processes have dropped their parts, such as those of an "
-        "earlier optimizer.\nCopy its value before it leaves the model."
+        f"This variable belonged to {model.name!r} when its state was sharded, but no longer "
+        "does:\nthe other processes have deleted their shards. It may belong to an earlier "
+        "optimizer.\nCopy its value before it is removed from the model."
     )

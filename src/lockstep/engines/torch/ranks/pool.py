@@ -313,8 +313,9 @@ class Pool:
         error = None if sent is None else load_error(sent)
         if error is None:
             error = WorkerDied(
-                f"The process of {where} ended by an error that cannot be pickled:\n"
-                f"{text.strip().splitlines()[-1]}\nThe model is as the last completed step left it."
+                f"The process of {where} ended with an error that cannot be pickled:\n"
+                f"{text.strip().splitlines()[-1]}\n"
+                "The model is in the state after the last completed step."
             )
         error.add_note(f"This error is from {where}, whose traceback is:\n{text.rstrip()}")
         return error
@@ -331,15 +332,15 @@ class Pool:
             )
         else:
             what = (
-                f"The process of replica {worker.rank} ({device}) was stopped for {seconds:g} "
-                "seconds by a signal, and was killed (LOCKSTEP_PATIENCE sets the seconds)."
+                f"The process of replica {worker.rank} ({device}) was suspended by a signal for "
+                f"{seconds:g} seconds, and was killed (LOCKSTEP_PATIENCE sets this time)."
             )
         error = WorkerDied(
-            f"{what}\nThe model is as the last completed step left it. Call again to go on: the "
-            "processes are started anew."
+            f"{what}\nThe model is in the state after the last completed step. Call again to "
+            "continue: new processes are started."
         )
         if said:
-            error.add_note(f"Its last lines were:\n{said}")
+            error.add_note(f"The last lines of its output were:\n{said}")
         return error
 
 

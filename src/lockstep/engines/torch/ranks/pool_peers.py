@@ -109,8 +109,9 @@ class PoolPeers(Peers):
 
     def _lost(self, why: str) -> WorkerDied:
         return WorkerDied(
-            f"{why}{self._model.name!r} is lost: its state was sharded, and the processes that had "
-            "parts of it have ended.\nBuild it anew, and resume from a lockstep.Checkpoint."
+            f"{why}{self._model.name!r} is lost: its state was sharded, and the processes with "
+            "its shards have ended.\n"
+            "Build the model again, and resume from a lockstep.Checkpoint."
         )
 
     @property
@@ -224,9 +225,9 @@ class PoolPeers(Peers):
             if theirs != mine:
                 here, there = (sorted(set(a) - set(b)) for a, b in ((mine, theirs), (theirs, mine)))
                 raise UnsupportedModel(
-                    f"{self._model.name!r} has {here} here and {there} on replica {rank}: the "
-                    "code that its process imports is another one.\nDo not change it after its "
-                    "import, or call lockstep.release(model)."
+                    f"{self._model.name!r} has {here} here, but {there} on replica {rank}: the "
+                    "process of the replica imports different code.\n"
+                    "Do not change code after it was imported, or call lockstep.release(model)."
                 )
 
     def share_plan(self, plan: PlanArguments) -> None:
@@ -338,10 +339,11 @@ class PoolPeers(Peers):
                     path = paths[id(tensors[int(found.name)])]
                     raise ProcessesDisagree(
                         f"After this epoch, {path!r} of {self._model.name!r} differs by "
-                        f"{found.distance:.1e} on replica {rank} from the first device: they have "
-                        "not computed alike.\nThe optimizer, a schedule, a loss or a regularizer "
-                        "may depend on the process, the time, or what data or\ncallbacks change. "
-                        "Go back to a file of the epoch before, or call lockstep.release(model)."
+                        f"{found.distance:.1e} on replica {rank} from the first device: they "
+                        "did not compute the same.\nThe optimizer, a schedule, a loss or a "
+                        "regularizer may depend on the process, the time, or values that data "
+                        "or\ncallbacks change. Go back to a file of the previous epoch, or call "
+                        "lockstep.release(model)."
                     )
 
     # ------------------------------------------------------------ variables in parts

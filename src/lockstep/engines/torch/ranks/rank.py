@@ -323,8 +323,8 @@ class Rank:
                 self._undo.put_back()
             elif isinstance(error, OtherRows):  # one device would update once more
                 raise UnsupportedModel(
-                    f"{self.model.name!r} {error.why}, after an update.\n"
-                    "Keep the batch as the first dim, or set KERAS_BACKEND=jax."
+                    f"{self.model.name!r} {error.why}. This was found after an update.\n"
+                    "Keep the batch dim first, or set KERAS_BACKEND=jax."
                 ) from error
             raise
 

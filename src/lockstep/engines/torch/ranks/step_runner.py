@@ -231,7 +231,7 @@ class StepRunner:
                 self.peers.note_step(by_own_code=True)
         except WorkerDied as error:
             error.add_note(
-                f"The {kind}_step of {self._model.name!r} may have updated some variables before."
+                f"The {kind}_step of {self._model.name!r} may already have updated some variables."
             )
             raise
         return result
@@ -260,10 +260,10 @@ class StepRunner:
                 if not np.isclose(mine[name], theirs[name], rtol=0, atol=far, equal_nan=True):
                     raise UnsupportedModel(
                         f"The first device computed {name}={mine[name]:.9g} in a step of "
-                        f"{self._model.name!r}, and replica {rank} {theirs[name]:.9g}: the step "
-                        "uses\nsomething that the model does not hold, such as a global variable "
-                        "or the time.\nMake it an attribute of the model, or call "
-                        "lockstep.release(model)."
+                        f"{self._model.name!r}, but replica {rank} computed {theirs[name]:.9g}: "
+                        "the step uses\n"
+                        "a value outside of the model, such as a global variable or the time.\n"
+                        "Make it an attribute of the model, or call lockstep.release(model)."
                     )
 
     def trace(self, number: int, kept: list[int], kind: str, batch: Any) -> TraceAnswer:
@@ -390,9 +390,9 @@ class StepRunner:
         try:
             if shards.share_memory(self.dumped().tensors):
                 raise UnsupportedModel(
-                    f"{model.name!r} holds a tensor of one of its large variables elsewhere too, "
-                    "such as in another\nvariable, and sharding would part the two. Read the "
-                    'variable where its value is needed, or leave out state="sharded".'
+                    f"{model.name!r} holds the tensor of one of its large variables in a second "
+                    "place, such as in another\nvariable, so sharding would separate the two. "
+                    'Read the variable where its value is needed, or remove state="sharded".'
                 )
             self.peers.give_parts(found, self.dumped)
         except BaseException:

@@ -103,9 +103,9 @@ def dump(model: Any, *, with_graph: bool = False) -> Dumped:
     except Exception as error:
         raise UnsupportedModel(
             f"{model.name!r} cannot be sent to the processes of its devices: "
-            f"{_holder(model)}{_name_of(model)}{reason_of(error)}.\n"
-            "Files, threads, data sets and the like cannot be in globals or closures of a model of "
-            "several processes.\nMake them attributes of a layer, or keep them out of its code."
+            f"{_holder(model)}{_name_of(model)}{reason_of(error)}.\nWith several processes, the "
+            "globals and closures of a model cannot hold files, threads, data sets and similar "
+            "objects.\nMake them attributes of a layer, or do not use them in the model."
         ) from error
     return Dumped(
         pickler.file.getvalue(),

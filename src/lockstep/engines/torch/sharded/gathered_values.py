@@ -75,9 +75,9 @@ class GatheredValues:
             if "saved tensor hooks" not in str(error):
                 raise
             raise UnsupportedModel(
-                "A layer or loss takes derivatives by torch.func, and the state is sharded.\n"
-                "PyTorch cannot gather weights again for them in the backward pass.\n"
-                'Take them by torch.autograd.grad, or leave out state="sharded".'
+                "A layer or loss computes derivatives with torch.func, but the state is "
+                "sharded.\nPyTorch cannot gather the weights again for them in the backward "
+                'pass.\nUse torch.autograd.grad instead, or remove state="sharded".'
             ) from error
 
     def end(self) -> list[Any]:
@@ -113,7 +113,6 @@ class GatheredValues:
 def backward_of_own(path: str) -> UnsupportedModel:
     """Return the error of a backward pass in one process alone, which needs a sharded variable."""
     return UnsupportedModel(
-        f"A backward pass of your own reaches {path!r}, whose state is sharded.\nThe other "
-        "processes do not take part.\nTrain by fit or train_on_batch, or leave out "
-        'state="sharded".'
+        f"A custom backward pass reaches {path!r}, whose state is sharded.\nThe other processes "
+        'do not take part in it.\nTrain with fit or train_on_batch, or remove state="sharded".'
     )

@@ -57,14 +57,15 @@ def check_optimizers(model: Any) -> None:
         reason = _reason(optimizer)
         if reason is not None:
             raise UnsupportedModel(
-                f"{name} of {model.name!r} is {reason}, which is not known to be exact on "
-                "sharded state.\nEach process has a part of each variable there.\n"
-                'Use another optimizer of Keras, or leave out state="sharded".'
+                f"{name} of {model.name!r} is {reason}, which is not known to be exact with "
+                "sharded state,\nwhere each process holds only a shard of each variable.\nUse a "
+                'different Keras optimizer, or remove state="sharded".'
             )
     if any(variable.overwrite_with_gradient for variable in model.trainable_variables):
         raise UnsupportedModel(
-            f"{model.name!r} has weights in float8, whose gradients replace their scales.\n"
-            'This is not known to be exact on sharded state.\nLeave out state="sharded".'
+            f"{model.name!r} has float8 weights, whose scales are updated through their "
+            "gradients.\nThis is not known to be exact with sharded state.\nRemove "
+            'state="sharded".'
         )
 
 

@@ -145,9 +145,10 @@ class Shards:
         written = [] if gathered is None else gathered.end()
         if written:
             raise UnsupportedModel(
-                f"A step writes into the value of {written[0].path!r} in place, and its state is "
-                "sharded.\nThe value is a copy, which ends with the step.\nMake what a step "
-                'writes a variable with trainable=False, or leave out state="sharded".'
+                f"A step writes into the value of {written[0].path!r} in place, but its state "
+                "is sharded.\nThe value is a copy that is discarded after the step.\nUse a "
+                "variable with trainable=False for values that a step writes, or remove "
+                'state="sharded".'
             )
 
     # ------------------------------------------------------------ values
@@ -336,17 +337,17 @@ class Shards:
 
 def _written(variable: Any) -> UnsupportedModel:
     return UnsupportedModel(
-        f"{variable.path!r} was written into in place, as by model.parameters(), and its state is "
-        "sharded.\nThat has changed the part of one process.\nLoad or assign its whole value, and "
-        "change it by variable.assign(...) from now on."
+        f"{variable.path!r} was changed in place, for example through model.parameters(), but "
+        "its state is sharded.\nThis has changed only the shard of one process.\nLoad or assign "
+        "its whole value again, and change it only with variable.assign(...)."
     )
 
 
 def _assigned(variable: Any) -> UnsupportedModel:
     return UnsupportedModel(
-        f"A step assigns to {variable.path!r}, whose state is sharded.\nAnother process may assign "
-        "another value to its part.\nMake what a step writes a variable with trainable=False, or "
-        'leave out state="sharded".'
+        f"A step assigns to {variable.path!r}, whose state is sharded.\nAnother process may "
+        "assign a different value to its shard.\nUse a variable with trainable=False for values "
+        'that a step writes, or remove state="sharded".'
     )
 
 
@@ -372,9 +373,9 @@ class _WithoutGradient(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: Any) -> Any:
         if ctx.on_host:
             raise UnsupportedModel(
-                f"A backward pass reaches {ctx.path!r}, which was made in lockstep.sharded and is "
-                "on the host.\nIts devices have no parts of it yet.\n"
-                'Call lockstep.distribute(model, state="sharded") first.'
+                f"A backward pass reaches {ctx.path!r}, which was made in lockstep.sharded and "
+                "is still on the host.\nThe devices do not have its shards yet.\nCall "
+                'lockstep.distribute(model, state="sharded") first.'
             )
         raise backward_of_own(ctx.path)
 
@@ -489,8 +490,8 @@ def made_on_host(devices: int) -> Iterator[None]:
         if "requires_grad=True on inference tensor" not in str(error):
             raise
         raise UnsupportedModel(
-            "A variable was made of the value of another one in lockstep.sharded.\n"
-            "That value is read-only there.\nMake the variable of a copy: keras.ops.copy(...)."
+            "A variable was created from the value of another variable in lockstep.sharded.\n"
+            "That value is read-only.\nCreate the variable from a copy: keras.ops.copy(...)."
         ) from error
 
 
@@ -528,9 +529,9 @@ def _refusing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         if _PYTORCH_HAS_PARTS.get() or not any(map(is_sharded, layer.variables)):
             return plain(layer, *args, **kwargs)
         raise UnsupportedModel(
-            f"{name} of {layer.name!r} was called, and its state is sharded.\n"
-            "PyTorch's methods see the parts of one process.\n"
-            "Use the variables, variable.assign, save_weights and load_weights of Keras."
+            f"{name} of {layer.name!r} was called, but its state is sharded.\n"
+            "PyTorch's methods see only the shards of one process.\n"
+            "Use Keras's variables, variable.assign, save_weights and load_weights instead."
         )
 
     return _guarded(refused)

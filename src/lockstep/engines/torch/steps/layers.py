@@ -148,14 +148,14 @@ def unknown_rows(model: Any, whole: Collection[int]) -> str | None:
         return None
     inputs = {tuple(tensor.shape[:1]) for tensor in keras.tree.flatten(model.inputs)}
     if len(inputs) != 1:
-        return f"has inputs of several first dims {sorted(map(str, inputs))}"
+        return f"has inputs with different first dims {sorted(map(str, inputs))}"
     for part in _parts_in(model):
         for node in calls_of(part):
             if id(part) in whole and arrays_in(node):
-                return f"gives a constant array to {part.name!r}"
+                return f"passes a constant array to {part.name!r}"
             for tensor in (*node.input_tensors, *node.output_tensors):
                 if len(tensor.shape) and tuple(tensor.shape[:1]) not in inputs:
-                    return f"has another first dim {tuple(tensor.shape)} at {part.name!r}"
+                    return f"has a different first dim {tuple(tensor.shape)} at {part.name!r}"
     if any(len(output.shape) == 0 for output in keras.tree.flatten(model.outputs)):
         return "has an output without rows"
     return None
@@ -226,8 +226,8 @@ def _on_global_batch(layer: Any, call: Callable[..., Any], replica: Replica) -> 
             outputs = call(*args, **kwargs)
         if hooks.found or _has_own_gradient((args, kwargs), outputs):
             raise LeftOutUsed(
-                f"the gradient within layer {layer.name!r} in its code, and a device has that of "
-                "its rows"
+                f"a gradient inside layer {layer.name!r}, but a device has only the gradient of "
+                "its own rows"
             )
         return keras.tree.map_structure(own, outputs)
 
@@ -314,9 +314,10 @@ def _by_all_alone(draw: Callable[..., Any], replica: Replica) -> Callable[..., A
 
 def _drawn_apart() -> UnsupportedModel:
     return UnsupportedModel(
-        "same_random_numbers=True was asked for, and code on the rows of one device draws random "
-        "numbers\nwithout a seed, such as keras.random.normal(shape): they would not be those of "
-        "one device.\nGive the layer a keras.random.SeedGenerator, and pass it as seed=."
+        "same_random_numbers=True was requested, but code that runs on the rows of one device "
+        "draws random numbers\nwithout a seed, such as keras.random.normal(shape), so they "
+        "would differ from one device.\nGive the layer a keras.random.SeedGenerator, and pass "
+        "it as seed=."
     )
 
 

@@ -85,7 +85,7 @@ class Outputs:
         """
         own = self.replica.take(y_true), enter(y_pred, self.replica)
         found = self._of_own(function, *own, name)
-        what = f"What {name!r} gives"
+        what = f"The result of {name!r}"
         if self.sums_loss and self._may_sum(found):
             self.has_share = True
             return self.replica.share_of(found, what)
@@ -247,22 +247,22 @@ class LossSharding:
 
     def _why_gathered(self, owner: Any, function: Any, options: Any, given: Any) -> str | None:
         if len(given) != 2 or not isinstance(given[1], Rows):
-            return "what it is given are no outputs and targets of the model"
+            return "its arguments are not the outputs and targets of the model"
         y_true, y_pred = given
         replica = y_pred.values.replica
         if not (isinstance(y_true, torch.Tensor) and y_true.ndim):
             return "its targets have no rows"
         if len(y_true) != replica.rows:
-            return "its targets have another number of rows"
+            return "its targets have a different number of rows"
         if len(y_true) == 1:
             return "the batch has one row"
         if not self.by_rows:
-            return "it gave another value in a first step"
+            return "it gave a different value in the check of the first step"
         source = wrapped_function(owner, function)
         is_loss = isinstance(owner, keras.losses.Loss)
         declared = is_loss and (is_declared(owner) or is_declared(source))
         if not (declared or is_of_keras(source)):
-            return "it is code of your own"
+            return "it is custom code"
         if y_pred.is_written:
             return "code has written into the outputs"
         key = id(owner), id(source), str(_form(y_true, y_pred))

@@ -65,9 +65,9 @@ class _Values:
             return self.base.gathered().to(self.own.dtype)
         if self.replica.is_over:
             raise UnsupportedModel(
-                f"{self.name} was kept, and is used after its step, when each device has only "
-                "its own rows.\nUse it within the step: "
-                "keras.ops.convert_to_numpy gives an array to keep."
+                f"{self.name} is used after its step has ended, but then each device has only "
+                "its own rows.\n"
+                "To keep the value, convert it within the step: keras.ops.convert_to_numpy."
             )
         return self.replica.group.gather(self.own, self.replica.counts)
 
@@ -184,8 +184,8 @@ class Rows(torch.Tensor):  # type: ignore[misc]
             name = next(each.values.name for each in args if isinstance(each, Rows))
             how = func.overloadpacket.__name__
             raise UnsupportedModel(
-                f"{name} was given other memory by {how} in a step, and it has the rows of one "
-                "device.\nWrite copy_, or use a copy: output.clone()."
+                f"{name} was given different memory by {how} in a step, but it holds only the "
+                "rows of one device.\nUse copy_ instead, or work on a copy: output.clone()."
             )
         given, options = _mapped(lambda each: each.values.gathered(), (args, kwargs or {}))
         result = func(*given, **options)

@@ -66,7 +66,7 @@ class Scratch:
         if isinstance(tensor, torch.nn.Parameter):
             return "weight", id(tensor)
         if tensor.is_meta:
-            raise NotRowByRow("what is kept outside of it")
+            raise NotRowByRow("state outside of it")
         values = flattened(tensor.cpu()).view(torch.uint8)
         return str(tensor.dtype), tuple(tensor.shape), values.numpy().tobytes()
 
@@ -103,7 +103,7 @@ class Scratch:
             self._done.append((str(operation), described))
             if self._writes_outside(operation, args, kwargs):
                 if operation is not torch.ops.aten.copy_.default:
-                    self.refuse("it writes into a tensor from outside")
+                    self.refuse("it writes into a tensor from outside of it")
                 return args[0]
             outputs = operation(*args, **kwargs)
             for output in tree_leaves(outputs):

@@ -45,12 +45,12 @@ def unsplit_model(model: Any, reasons: ReasonsByNumber) -> str | None:
         return f"({type(model).__name__}) is not known to work row by row: {whole[id(model)]}"
     replaced = replaced_class(model)
     if replaced is not None:
-        return f"has a layer of {replaced} with a method that is not Keras's"
+        return f"has a layer of {replaced} with a replaced method"
     for layer in layers_in(model):
         if is_rematerialized(layer):
             return f"computes layer {layer.name!r} again in the backward pass (RematScope)"
         if is_in_float8(layer):
-            return f"has layer {layer.name!r} in float8, which scales by the whole batch"
+            return f"has layer {layer.name!r} in float8, whose scale depends on the whole batch"
         if has_torch_hooks(layer):
             return f"has a hook or parametrization of PyTorch on layer {layer.name!r}"
     for variable in model.trainable_variables:
@@ -77,7 +77,7 @@ def around_operations() -> str | None:
     """
     found = None
     if any(getattr(modules, f"_global{name}") for name in _HOOKS):
-        found = "runs with a hook of PyTorch on every module"
+        found = "runs with a global PyTorch module hook"
     # torch.set_default_device makes a DeviceContext.
     modes = [m for m in (*function_modes(), *dispatch_modes()) if not isinstance(m, DeviceContext)]
     if modes:
@@ -92,7 +92,7 @@ def is_around_operations(reason: str) -> bool:
     return reason.endswith(_SEES_ROWS)
 
 
-_SEES_ROWS = "which would see the rows of one device"
+_SEES_ROWS = "which would see only the rows of one device"
 
 
 def has_torch_hooks(layer: Any) -> bool:
@@ -112,9 +112,9 @@ def rows_of(x: Any) -> tuple[str | None, int]:
     leaves = [leaf for leaf in keras.tree.flatten(x) if leaf is not None]
     counts = {len(leaf) for leaf in leaves if leaf.ndim}
     if len(counts) != 1 or not leaves[0].ndim:
-        return f"is given inputs of {sorted(counts)} rows in one batch", 0
+        return f"gets inputs with different numbers of rows {sorted(counts)} in one batch", 0
     (rows,) = counts
-    return (None if rows else "is given a batch without rows"), rows
+    return (None if rows else "gets a batch without rows"), rows
 
 
 def unpacked(batch: Any) -> tuple[Any, Any, Any]:

@@ -193,14 +193,14 @@ class WholeBatchSteps:
             if number in self.distrusted and layer in layers_in(each):
                 return self.distrusted[number]
         if is_transformed():
-            return "torch.func differentiates or maps it"
+            return "it is called inside torch.func"
         in_scope = map(value_in_scope, self._variables)
         if any(value is not None and value.requires_grad for value in in_scope):
-            return "stateless_call gives it other weights that need a gradient"
+            return "stateless_call passes it different weights that need a gradient"
         leaves = keras.tree.flatten((args, kwargs))
         rows = {len(leaf) for leaf in _with_rows(leaves)}
         if not all(isinstance(leaf, _SENT) for leaf in leaves):  # it may hold a tensor
-            return "it is given an object that is no tensor"
+            return "one of its arguments is not a tensor"
         if len(rows) != 1 or 0 in rows:
             return f"its inputs have {sorted(rows)} rows"
         places = {id(leaf): place for place, leaf in enumerate(leaves)}
@@ -217,7 +217,7 @@ class WholeBatchSteps:
         attributes = tuple(_attributes(layer, self._own_calls))
         # It would be of this replica's rows alone, if the call were shared.
         if _NEEDS_GRADIENT in attributes or _IN_GRAPH in attributes:
-            return "it holds a tensor that needs a gradient and is no variable"
+            return "it holds a tensor that needs a gradient but is not a variable"
         key = layer, layer.training, form, attributes
         if key not in self._known:
             if self._size > _KEPT:  # an attribute may change at each step, and grow
@@ -264,9 +264,9 @@ class WholeBatchSteps:
         reason = _wrong_gradient(own, entered)
         if reason is not None:
             raise UnsupportedModel(
-                f"Layer {layer.name!r} of {self._model.name!r} {reason}: its gradient would cover "
-                "some rows only.\nMake the tensor an argument of the call, make its layer an "
-                "attribute of the model, or call lockstep.release(model)."
+                f"Layer {layer.name!r} of {self._model.name!r} {reason}, so its gradient would "
+                "cover only some rows.\nMake the tensor an argument of the call, make its layer "
+                "an attribute of the model, or call lockstep.release(model)."
             )
         return replica.outputs(own, layer)
 
@@ -354,8 +354,8 @@ class _SharedCall(Replica):
                     return own
                 raise UnsupportedModel(
                     f"Layer {layer.name!r} returns an object of {type(own).__name__}, which may "
-                    "hold the rows of one device.\nReturn tensors, or lists, tuples or dicts of "
-                    "them, or remove lockstep.rowwise."
+                    "hold only the rows of one device.\nReturn tensors, or lists, tuples or "
+                    "dicts of them, or remove lockstep.rowwise."
                 )
             if id(own) not in made:
                 name_of = name.format("An output")
@@ -395,7 +395,7 @@ def _wrong_gradient(outputs: Any, entered: list[Any]) -> str | None:
         seen.add(node)
         name = type(node).__name__
         if name == "AccumulateGrad" and isinstance(node.variable, torch.nn.Parameter):
-            return "computes with a tensor that is no argument and no weight of the model"
+            return "computes with a tensor that is neither an argument nor a weight of the model"
         if name == "CheckpointFunctionBackward":
             return "uses torch.utils.checkpoint with use_reentrant=True"
         nodes += [following for following, _ in node.next_functions if following is not None]
@@ -482,11 +482,11 @@ def _parts(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[Any]:
 def _refused(layer: Any, args: Any, kwargs: Any) -> str | None:
     """Return why a call is not known to work row by row, `None` if it does."""
     if any(map(_has_torch_weights, layer.modules())):
-        return "a module of PyTorch has weights in it"
+        return "it contains a PyTorch module with weights"
     if any(isinstance(inner, keras.layers.SpectralNormalization) for inner in layers_in(layer)):
         return "it assigns to its weights"
     if any(map(is_in_float8, layers_in(layer))):
-        return "it is in float8, which scales by the whole batch"
+        return "it is in float8, whose scale depends on the whole batch"
     if any(map(has_torch_hooks, layers_in(layer))):
         return "it has a hook or parametrization of PyTorch"
     try:

@@ -385,7 +385,21 @@ SCRIPT = """
 import json, sys
 import keras, numpy as np
 import lockstep
+from lockstep.attach.attachment import session_of
+from lockstep.engines.torch.ranks import traced_steps
+from lockstep.engines.torch.traced import inductor, trace
 
+
+class Later(inductor.Compilation):
+    def __init__(self, module, inputs, ranks):
+        self.program, self.end, self.asked = lambda *given: module(*given), lambda: None, 0
+
+    def state(self):
+        self.asked += 1
+        return inductor.COMPILED if self.asked > 1 + rank else inductor.COMPILING
+
+
+traced_steps._RUNS, trace.Compilation = 1, Later
 rank = lockstep.initialize()[0] if sys.argv[1] == "several" else 0
 
 keras.utils.set_random_seed(1)
@@ -399,10 +413,14 @@ x, y = (np.random.default_rng(n).normal(size=(22, 4 - 2 * n)).astype("float32") 
 losses = model.fit(x, y, batch_size=8, epochs=3, verbose=0).history["loss"]
 if rank == 0:
     print("losses", json.dumps(losses))
+if sys.argv[1] == "several":
+    steps = session_of(model)._runner.rank.traces._steps.values()
+    print("compiled", [step._program is not step._module for step in steps])
 """
 
 
 def test_processes_of_a_launcher_trace_a_step_together(tmp_path):
+    """They begin to run what was compiled at the same step, when the last of them has it."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
@@ -419,4 +437,6 @@ def test_processes_of_a_launcher_trace_a_step_together(tmp_path):
         (line,) = (each for each in ended.stdout.splitlines() if "losses" in each)
         found.append(json.loads(line.partition("losses")[2]))
         assert "NotTracedWarning" not in ended.stderr
+        if how == "several":
+            assert ended.stdout.count("compiled [True, False]") == 2  # the last batches are few
     np.testing.assert_allclose(*found, rtol=1e-5)

@@ -306,7 +306,8 @@ class StepRunner:
         """Return how the compilation of a traced step stands in all ranks, and begin it."""
         with self.peers.connected():
             self._make_equal()
-            return self.peers.agreed_state(self.peers.ask(Rank.compiled_trace, batch, number))
+            answers = self.peers.ask(Rank.compiled_trace, batch, number)
+            return self.peers.agreed_state([each for each in answers if isinstance(each, str)])
 
     def use_compiled_trace(self, number: int, use: bool) -> None:
         """Let all ranks run what has been compiled of a traced step, or leave that out."""

@@ -1,7 +1,7 @@
-"""Stands in a copy of a model for an attribute that cannot be sent to another process.
+"""A placeholder, in a copy of a model, for an attribute that cannot be sent to another process.
 
-A tokenizer, an open file or a lock may hang on a layer, and no step uses it. A copy of the model
-does without it. A use of it raises: the copy would not compute what the model computes.
+A layer may hold a tokenizer, an open file or a lock that no step uses. A copy of the model has
+this placeholder instead. Using it raises: the copy would not compute what the model computes.
 """
 
 from typing import Any, ClassVar, NoReturn

@@ -25,8 +25,8 @@ from lockstep.processes.process_group import is_first, several
 from lockstep.processes.row_exchange import Counts
 
 SECONDS, _SHARE = 10.0, 30
-"""Seconds between two notes of the position: a kill costs the work since the last one. They are
-this many times as long as a note takes, if that is longer."""
+"""Seconds between two saves of the position: a kill costs the work since the last one. If a save is
+slow, the next one waits at least `_SHARE` times as long as it took."""
 
 
 class RowsInMemory:

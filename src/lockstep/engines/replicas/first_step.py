@@ -270,9 +270,10 @@ def compare(
     repeated: bool = False,
     by_all: bool = False,
 ) -> Difference | None:
-    """Return in what one device parts from itself, or several from one; `None` if they agree.
+    """Return the first difference between two runs of one device, or of several devices and one.
 
-    Several devices run in any case: each process of a launcher is one, and all take part.
+    It is `None` if they agree. Several devices run in any case: each process of a launcher is one,
+    and all take part.
 
     A gradient that differs on some rows and not on others is that of a kink. Code that fails on a
     few rows is compared on all, unless one device may not run these at once.
@@ -368,7 +369,7 @@ def _parted(
     rows: int,
     bounds: Bounds,
 ) -> Difference | None:
-    """Return in what one device parts from itself, or several from one; `None` if they agree."""
+    """Return the first difference between two runs of one device, or of several devices and one."""
     one = steady(one, again, bounds)
     if (of_one := difference(one, [again], rows, bounds)) is not None:
         return replace(of_one, is_of_one=True)
@@ -438,7 +439,7 @@ def check_declared_losses(found: Difference, model: Any) -> None:
 
 
 class FirstSteps:
-    """Which first steps of one model were compared, and what followed from it.
+    """Which first steps of a model have been compared, and with what result.
 
     Attributes:
         alone: Why one device runs steps alone, by their kind.

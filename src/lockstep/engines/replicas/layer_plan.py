@@ -31,7 +31,7 @@ class LayerPlan:
     Attributes:
         parts: Layers and operations, but for containers, in the order of the model.
         candidates: Layers and operations that are not Keras's own known ones, or the model
-            itself, in the order of the model. The same model has the same order anywhere.
+            itself, in the order of the model. The order is the same in every process.
         whole: Layers and operations that run on the global batch.
         norms: Batch norms. They use the moments of the global batch.
         stateful: Stateful RNNs. Each replica runs its own rows of their state.

@@ -1,8 +1,8 @@
-"""What a step may change of Python's objects, put back after a step that was only tried.
+"""The states of Python objects that a step may change, restored after a trial step.
 
-These are attributes of layers, objects that hang on them, and what the user's code reaches by its
-globals, closures and classes: counters, lists, generators of random numbers. With an object that
-only runs forward, such as an iterator, or that others use too, such as a file, nothing is tried.
+These are attributes of layers, objects that they hold, and objects that the user's code reads
+from globals, closures and classes: counters, lists, generators of random numbers. If the code
+reaches an object that cannot be rewound (an iterator) or is shared (a file), no trial step runs.
 """
 
 import _thread

@@ -1,4 +1,4 @@
-"""Which variables of a model each rank has a part of."""
+"""Chooses the variables of a model that are split into one shard per rank."""
 
 from typing import Any
 

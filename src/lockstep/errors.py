@@ -60,7 +60,7 @@ class DeviceError(LockstepError, ValueError):
 
     Attributes:
         problem: The message without the remedy of a rehearsal.
-        rehearse: The number of virtual devices that are enough, or `None` if a rehearsal does not help.
+        rehearse: The number of virtual devices to rehearse with; `None` if that does not help.
     """
 
     def __init__(self, problem: str, rehearse: int | None = None) -> None:

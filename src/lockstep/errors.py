@@ -9,7 +9,7 @@
     │   └── RehearsalTooLate          the backend had already started
     ├── UnsupportedBackend            there is no engine for the backend or its mode
     ├── UnsupportedKeras              this version of Keras was not checked
-    ├── UnsupportedFramework          this JAX, PyTorch or TensorFlow lacks a part
+    ├── UnsupportedFramework          this JAX, PyTorch or TensorFlow lacks a function
     ├── NotAModel (TypeError)         the object is not a Keras model
     ├── NotACallback (TypeError)      the object is not a Keras callback
     ├── UnusableData (ValueError)     the data or the model cannot be trained on
@@ -22,19 +22,19 @@
     │   ├── NotARun                   the folder is not a folder of checkpoints
     │   ├── DamagedCheckpoint         a file differs from the file that was written
     │   ├── NewerCheckpoint           a newer lockstep wrote the checkpoint
-    │   └── CheckpointMismatch        the model, optimizer or data are others
+    │   └── CheckpointMismatch        the model, optimizer or data have changed
     ├── PredictionFileError (ValueError)  a file of predictions cannot be begun or continued
-    ├── ProfileError (ValueError)     the time of a fit cannot be told as asked for
+    ├── ProfileError (ValueError)     a fit cannot be profiled as requested
     ├── BusyModel (RuntimeError)      a call of the model is running
     ├── UnsupportedModel              the engine cannot keep this model exact
     ├── LayoutConflict                a variable would need two layouts
     └── OldFileError (ValueError)     an old file cannot be read or rescued
         ├── UnreadableFile            the format is unknown, or the file is damaged
         ├── IncompleteFile            the save that wrote the file failed
-        ├── HostileFile               the file has links out of it, or absurd sizes
+        ├── HostileFile               the file links to other files, or has implausible sizes
         ├── NeedsCode                 the file has a custom or Lambda layer without its code
         ├── UntranslatableModel       Keras 3 cannot express the architecture
-        ├── WeightsDoNotFit           the weights are those of another model
+        ├── WeightsDoNotFit           the weights belong to a different model
         ├── AmbiguousWeights          two different assignments both fit
         ├── OutputMismatch            the rescued model does not give the old outputs
         └── UnsuitableOutput          the output cannot be written as requested
@@ -42,7 +42,7 @@
     LockstepWarning (UserWarning)
     ├── CheckpointWarning             a save failed, a damaged one was skipped, a resume is slow
     ├── UnsplitBatchWarning           a layer or batch is not split, and devices repeat work
-    ├── NotTracedWarning              a step cannot be traced, and runs by Keras's code
+    ├── NotTracedWarning              a step cannot be traced, and runs as Keras's code
     ├── NothingToDoWarning            an argument has no effect
     └── SerialBranchesWarning         two devices wait for each other
 
@@ -60,7 +60,7 @@ class DeviceError(LockstepError, ValueError):
 
     Attributes:
         problem: The message without the remedy of a rehearsal.
-        rehearse: The number of virtual devices that would do, `None` if a rehearsal is no remedy.
+        rehearse: The number of virtual devices to rehearse with; `None` if that does not help.
     """
 
     def __init__(self, problem: str, rehearse: int | None = None) -> None:
@@ -68,7 +68,7 @@ class DeviceError(LockstepError, ValueError):
         self.problem, self.rehearse = problem, rehearse
 
     def __str__(self) -> str:
-        """Return the problem, and how a script rehearses if that is the remedy."""
+        """Return the problem, and how to rehearse, if that helps."""
         if self.rehearse is None:
             return self.problem
         return (
@@ -99,7 +99,7 @@ class UnsupportedKeras(LockstepError):
 
 
 class UnsupportedFramework(LockstepError):
-    """The installed JAX, PyTorch or TensorFlow lacks a part that lockstep needs."""
+    """The installed JAX, PyTorch or TensorFlow lacks an internal function that lockstep needs."""
 
 
 class NotAModel(LockstepError, TypeError):
@@ -111,7 +111,7 @@ class NotACallback(LockstepError, TypeError):
 
 
 class UnusableData(LockstepError, ValueError):
-    """The data or the model cannot be trained on. The data have no batch, for example."""
+    """Training with the data or the model is not possible. For example, the data have no batch."""
 
 
 class TargetNotFound(LockstepError, ValueError):
@@ -157,7 +157,7 @@ class NewerCheckpoint(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """The checkpoint belongs to another model, another optimizer or other data."""
+    """The checkpoint belongs to a different model, a different optimizer or different data."""
 
 
 class PredictionFileError(LockstepError, ValueError):
@@ -165,7 +165,7 @@ class PredictionFileError(LockstepError, ValueError):
 
 
 class ProfileError(LockstepError, ValueError):
-    """The time of a `fit` cannot be told as asked for."""
+    """A `fit` cannot be profiled as requested."""
 
 
 class BusyModel(LockstepError, RuntimeError):
@@ -251,7 +251,7 @@ class IncompleteFile(OldFileError):
 
 
 class HostileFile(OldFileError):
-    """The file has links to places outside of it, or declares absurd sizes."""
+    """The file links to other files, or declares implausible sizes."""
 
 
 class NeedsCode(OldFileError):
@@ -263,7 +263,7 @@ class UntranslatableModel(OldFileError):
 
 
 class WeightsDoNotFit(OldFileError):
-    """The weights in the file are not those of the model."""
+    """The weights in the file do not fit the model."""
 
 
 class AmbiguousWeights(OldFileError):
@@ -283,19 +283,19 @@ class LockstepWarning(UserWarning):
 
 
 class CheckpointWarning(LockstepWarning):
-    """Training continues, and there is a problem with its checkpoints."""
+    """There is a problem with the checkpoints of a run. Training continues."""
 
 
 class UnsplitBatchWarning(LockstepWarning):
-    """A batch was not split: the results are exact, and the devices repeat work."""
+    """A batch was not split. The results are exact, but the devices repeat work."""
 
 
 class NotTracedWarning(LockstepWarning):
-    """`jit_compile=True` was asked for on PyTorch, and a step cannot be a graph."""
+    """`jit_compile=True` was requested on PyTorch, but a step cannot be traced into a graph."""
 
 
 class NothingToDoWarning(LockstepWarning):
-    """An argument of the old `multi_gpu_model` that has no meaning any more."""
+    """An argument of the old `multi_gpu_model` has no effect."""
 
 
 class SerialBranchesWarning(LockstepWarning):

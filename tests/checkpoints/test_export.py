@@ -152,7 +152,9 @@ def test_another_model_of_the_same_shapes_is_refused(tmp_path):
 
     trained(tmp_path / "run", lambda: made("relu"), epochs=1)
     for other in (made("tanh"), made("relu", "ba")):
-        with pytest.raises(lockstep.errors.CheckpointMismatch, match="another model") as refused:
+        with pytest.raises(
+            lockstep.errors.CheckpointMismatch, match="a different model"
+        ) as refused:
             export_model(tmp_path / "run", tmp_path / "a.keras", other)
         assert str(refused.value).splitlines()[1:] == [
             "Name the function that builds the model of the checkpoint."

@@ -167,7 +167,7 @@ def test_a_folder_that_the_system_refuses(call, number, only, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         refusing(patch, call, number, only)
         text = told(errors.CheckpointError, lambda: train(arrays, folder))
-    assert text == f"{folder} cannot be used:" + (f"{os.strerror(number)}.\n{NEXT}")
+    assert text == f"The checkpoint folder {folder} cannot be used: {os.strerror(number)}.\n{NEXT}"
     assert untouched(tmp_path) == before
 
 
@@ -209,7 +209,7 @@ def test_a_folder_that_is_a_file(tmp_path):
     link.symlink_to(tmp_path / "nowhere")
     for path in (file, link):
         text = told(errors.NotARun, lambda path=path: train(arrays, path))
-        assert text.startswith(f"{path} is a file or a broken link")
+        assert text.startswith(f"The checkpoint folder {path} is a file or a broken link")
     text = told(errors.CheckpointError, lambda: train(arrays, file / "run"))
     assert "cannot be used: Not a directory" in text
     assert list(untouched(tmp_path).values()) == [b"theirs"]
@@ -243,7 +243,7 @@ def test_two_checkpoints_of_one_process_in_one_folder(threads, tmp_path):
     assert_same_end(train(arrays, tmp_path / "run", **options), train(arrays, epochs=2))
     assert len(texts) == 2
     for text in texts:
-        assert "another call of this process writes there" in text
+        assert "is in use by another call of this process" in text
     train(arrays, tmp_path / "run")  # and the folder is free again
 
 

@@ -81,7 +81,7 @@ def test_a_value_of_another_monitor_is_not_taken():
     assert words == [
         "EarlyStopping(monitor='val_loss', mode='min') is not in the checkpoint, and starts "
         "from its initial state",
-        "EarlyStopping(monitor='loss', mode='min') is gone",
+        "EarlyStopping(monitor='loss', mode='min') is in the checkpoint, but not in this fit",
     ]
 
 

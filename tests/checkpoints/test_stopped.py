@@ -38,7 +38,9 @@ def test_a_time_limit_is_named_and_without_it_the_run_goes_on(tmp_path):
     text = str(told[-1].message)
     assert "remove TwoEpochs from callbacks" in text
     assert len(text.splitlines()) <= 3
-    with pytest.warns(CheckpointWarning, match="TwoEpochs is gone"):
+    with pytest.warns(
+        CheckpointWarning, match="TwoEpochs is in the checkpoint, but not in this fit"
+    ):
         mine = train(arrays, tmp_path, checkpoint={})
     assert_same_end(mine, train(arrays))
 
@@ -59,6 +61,6 @@ def test_no_number_stops_and_leaves_one_to_go_back_to(tmp_path):
     for path in newest.iterdir():
         path.unlink()
     newest.rmdir()
-    with pytest.warns(CheckpointWarning, match="Blow is gone"):
+    with pytest.warns(CheckpointWarning, match="Blow is in the checkpoint, but not in this fit"):
         mine = train(arrays, tmp_path, callbacks=callbacks[1:], checkpoint={"keep": 1})
     assert_same_end(mine, train(arrays))

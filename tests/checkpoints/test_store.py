@@ -196,7 +196,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path):
 
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("all of it")
-    with pytest.raises(errors.NotARun, match=r"holds 'thesis.tex'"):
+    with pytest.raises(errors.NotARun, match=r"contains 'thesis.tex'"):
         RunFolder(tmp_path).open()
     assert os.listdir(tmp_path) == ["thesis.tex"]
     (tmp_path / "lockstep.json").write_text("[1]")

@@ -1,17 +1,16 @@
-"""`python -m tests.conformance.table` measures every case, and writes docs/exactness.md.
+"""`python -m tests.conformance.table` measures every case on one backend.
 
-With `--backend tensorflow` or `--backend torch` it writes docs/exactness-tensorflow.md or
-docs/exactness-torch.md. A process for each measures lockstep in float32, lockstep in float64,
-sharded state in float64, and stock Keras, whose distribution is global (it has none on PyTorch).
-The figures of each case are kept in a folder, so that a run that was stopped continues. That takes
-about 100 minutes on two cores; `--only "batch norm"` measures the cases of that name,
-`--kind sharded` one kind of figures, and both keep the rest of the page.
+It writes the figures of the backend (`--backend`) into docs/exactness.json, and docs/exactness.md
+from that file. One process each measures lockstep in float32, lockstep in float64, sharded state
+in float64, and stock Keras, whose distribution is global (it has none on PyTorch). The figures of
+each case are kept in a folder, so that a run that was stopped continues. That takes about 100
+minutes on two cores; `--only "batch norm"` measures the cases of that name, `--kind sharded` one
+kind of figures, and both keep the other figures.
 """
 
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -20,6 +19,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
+FIGURES = PAGE.with_suffix(".json")
 COUNTS = {"jax": [1, 2, 3, 4, 8], "tensorflow": [1, 2, 4], "torch": [1, 2, 3]}
 SHARDED_COUNTS = {"jax": [2, 3, 4, 8], "torch": [2, 3]}
 STOCK_DEVICES = {"jax": 4, "tensorflow": 2}
@@ -113,6 +114,21 @@ def mirrored(case, sizes):
 
 
 KINDS = ("lockstep", "float64", "sharded", "stock")
+COLUMNS = (
+    ("JAX, float64", "jax", "float64"),
+    ("sharded", "jax", "sharded"),
+    ("float32", "jax", "float32"),
+    ("DataParallel", "jax", "stock"),
+    ("even", "jax", "stock, even"),
+    ("TensorFlow, float32", "tensorflow", "float32"),
+    ("MirroredStrategy", "tensorflow", "stock"),
+    ("even", "tensorflow", "stock, even"),
+    ("PyTorch, float64", "torch", "float64"),
+    ("sharded", "torch", "sharded"),
+    ("float32", "torch", "float32"),
+)
+"""The title, the backend and the kind of figures of each column."""
+
 FLOAT64 = ("float64", "sharded")
 STOCK = {"jax": data_parallel, "tensorflow": mirrored}
 
@@ -126,6 +142,13 @@ def names(backend):
         family: [name for name in members if name not in EXCLUDED.get(backend, ())]
         for family, members in FAMILIES.items()
     }
+
+
+def all_names():
+    """The names of all cases, by family."""
+    from tests.conformance.cases import FAMILIES
+
+    return FAMILIES
 
 
 def _backend():
@@ -162,13 +185,6 @@ def _file(family, name):
     return f"{family}, {name}.json".replace("/", " ")
 
 
-def columns(backend):
-    """The columns of figures."""
-    stock = ["stock", "stock, even"] if backend in STOCK else []
-    sharded = ["sharded"] if backend in SHARDED_COUNTS else []
-    return ["float64", *sharded, *map(str, COUNTS[backend]), *stock]
-
-
 def measured(folder, backend):
     """The cells of each case that the folder has figures of, by column."""
     found = {}
@@ -191,36 +207,53 @@ def measured(folder, backend):
     return found
 
 
-def read(page):
-    """The versions of Keras and the framework on a page, and its cells as `measured` has them."""
-    found, family, heads = {}, "", []
-    for line in page.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("## "):
-            family = line.removeprefix("## ")
-        elif line.startswith("| case"):
-            heads = cells[1:]
-        elif line.startswith("| "):
-            found[family, cells[0]] = dict(zip(heads, cells[1:], strict=True))
-    versions = re.search(r"with Keras (\S+) and \w+ (\S+?)\.\s", page)
-    return versions.groups(), found
+def read():
+    """The versions of each backend, and the cells of each case by backend and column."""
+    found = json.loads(FIGURES.read_text())
+    rows = {
+        (family, name): cells
+        for family, members in found["cases"].items()
+        for name, cells in members.items()
+    }
+    return found["versions"], rows
 
 
-def render(rows, backend, versions):
-    """The page of some cells, with the versions of Keras and of the framework."""
-    page = [_HEAD.format(**_about(backend, versions))]
-    heads = columns(backend)
-    for family, members in names(backend).items():
-        here = [name for name in members if (family, name) in rows]
-        if not here:
-            continue
-        page += [f"## {family}\n", f"| case | {' | '.join(heads)} |"]
-        page.append("|---" + "|---:" * len(heads) + "|")
-        for name in here:
-            cells = [rows[family, name].get(column, "") for column in heads]
-            page.append(f"| {name} | {' | '.join(cells)} |")
+def write(versions, rows):
+    """Keep the figures in the file beside the page, one case on each line."""
+    families = []
+    for family in dict.fromkeys(family for family, _ in rows):
+        lines = [
+            f"  {json.dumps(name)}: {json.dumps(cells)}"
+            for (its, name), cells in rows.items()
+            if its == family
+        ]
+        families.append(f" {json.dumps(family)}: {{\n" + ",\n".join(lines) + "\n }")
+    text = f'{{"versions": {json.dumps(versions)},\n"cases": {{\n' + ",\n".join(families) + "\n}}\n"
+    FIGURES.write_text(text)
+
+
+def render(versions, rows):
+    """The page: one table for each family, with columns for each backend."""
+    page = [_HEAD.format(**_about(versions))]
+    for family in dict.fromkeys(family for family, _ in rows):
+        titles = " | ".join(title for title, _, _ in COLUMNS)
+        page += [f"## {family}\n", f"| case | {titles} |"]
+        page.append("|---" + "|---:" * len(COLUMNS) + "|")
+        for (its, name), cells in rows.items():
+            if its == family:
+                shown = [_cell(cells.get(backend, {}), kind) for _, backend, kind in COLUMNS]
+                page.append(f"| {name} | {' | '.join(shown)} |")
         page.append("")
     return "\n".join(page)
+
+
+def _cell(cells, kind):
+    """One cell; for float32, the largest difference over all numbers of devices."""
+    if kind != "float32":
+        return cells.get(kind, "")
+    return max(
+        (value for count, value in cells.items() if count.isdecimal()), key=float, default=""
+    )
 
 
 def _number(value):
@@ -235,38 +268,26 @@ def versions_here(backend):
 
     import tensorflow as tf
 
-    return version("keras"), tf.__version__ if backend == "tensorflow" else version(backend)
+    return [version("keras"), tf.__version__ if backend == "tensorflow" else version(backend)]
 
 
-def _about(backend, versions):
+def _about(versions):
     from tests.conformance.cases.case import BOUND, EVEN, RAGGED
 
-    option = "" if backend == "jax" else f" --backend {backend}"
-    framework = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}[backend]
-    tools = {
-        "jax": "keras.distribution.DataParallel",
-        "tensorflow": "tf.distribute.MirroredStrategy",
-    }
-    own = {
-        "command": f"python -m tests.conformance.table{option}",
-        "title": f"Every case on {framework}",
-        "framework": f"{framework} {versions[1]}",
-        "left_out": _LEFT_OUT[backend],
-    }
+    frameworks = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+    measured = [
+        f"{frameworks[backend]} {framework} (Keras {keras}, {_counts(COUNTS[backend])} devices)"
+        for backend, (keras, framework) in versions.items()
+    ]
     return {
-        **own,
-        "keras": versions[0],
+        "measured": ",\n".join(measured),
         "bound": f"{BOUND:.0e}",
-        "last": COUNTS[backend][-1],
         "ragged": _batches(RAGGED),
-        "sharded": _ABOUT_SHARDED.format(counts=_counts(SHARDED_COUNTS[backend]))
-        if backend in SHARDED_COUNTS
-        else "",
-        "stock": _ABOUT_STOCK.format(
-            tool=tools[backend], devices=STOCK_DEVICES[backend], even=_batches(EVEN)
-        )
-        if backend in STOCK
-        else "\nStock Keras has no distribution on PyTorch to compare with.\n",
+        "even": _batches(EVEN),
+        "sharded": _counts(SHARDED_COUNTS["jax"]),
+        "sharded_torch": _counts(SHARDED_COUNTS["torch"]),
+        "jax_stock": STOCK_DEVICES["jax"],
+        "tensorflow_stock": STOCK_DEVICES["tensorflow"],
     }
 
 
@@ -280,47 +301,37 @@ def _batches(sizes):
 
 
 _HEAD = """\
-# {title}
+# Every case
 
-Generated by `{command}`; no cell is written by hand. Measured on
-virtual CPU devices with Keras {keras} and {framework}.
+Generated by `python -m tests.conformance.table`; no cell is written by hand. Measured on virtual
+CPU devices with
+{measured}.
 
-Each row is one case of the conformance tests: a small model, trained, evaluated and used to
-predict. A cell is the largest absolute difference from the same run on one device by Keras
-alone, over everything the run leaves: weights, optimizer state, logs, metrics, predictions.
-Each run has {ragged}: no batch divides over 2, 3, 4 or 8
-devices.
+Each row is one case of the conformance tests: a small model that is trained, evaluated and used to
+predict. A cell is the largest absolute difference from the same run on one device with plain
+Keras. It covers everything that the run leaves: weights, optimizer state, logs, metrics and
+predictions. Each run has {ragged}. So no batch size is a
+multiple of 2, 3, 4 or 8 devices.
 
-- *float64* is the proof: the largest difference over 1 to {last} devices when everything is
+- *float64* is the proof: the largest difference over all numbers of devices when everything is
   computed in float64. It is at most {bound}, except where layers compute in half precision.
-{sharded}\
-- The columns 1 to {last} are numbers of devices in float32, as users run it. Several devices add
-  up the same numbers in another order. Usually that gives 1e-7. Kinks of ReLU and max pooling,
-  and Adam on gradients near zero, turn the same rounding into more.
-- An empty cell was not measured. `{command} --only "NAME"` measures
-  the cases of that name. `python -m pytest tests/conformance --whole` runs every case in float64.
-{left_out}{stock}"""
-
-_ABOUT_SHARDED = """\
-- *sharded* is the same with `state="sharded"` on {counts} devices. A variable of any size is in
-  shards here, if its shape can be divided. `whole`: no variable of the case can be.
-"""
-
-_LEFT_OUT = {
-    "jax": "",
-    "tensorflow": """\
-- The models have no dropout here. `tests/tensorflow/test_on_random_numbers.py` compares random
-  numbers. A case that Keras cannot repeat on one device with this backend is left out.
-""",
-    "torch": """\
-- Cases of random numbers are left out, because replicas draw different ones, and so are a few
-  that Keras cannot run or repeat on one device with this backend.
-""",
-}
-
-_ABOUT_STOCK = """\
-- *stock* is `{tool}` over {devices} devices on the same batches, or what it raised.
-  *stock, even* is the same with {even}, which do divide.
+- *sharded* is the same with `state="sharded"`, on {sharded} devices ({sharded_torch} on
+  PyTorch). Here, variables of any size are sharded if their shape can be divided. `whole`: no
+  variable of the case can be.
+- *float32* is the largest difference over all numbers of devices in float32, as users run it.
+  Several devices add up the same numbers in a different order. Usually that gives 1e-7. Kinks of
+  ReLU and max pooling, and Adam on gradients near zero, amplify the same rounding.
+  [The JSON file](exactness.json) has the difference for each number of devices.
+- *DataParallel* is `keras.distribution.DataParallel` over {jax_stock} devices, and
+  *MirroredStrategy* is `tf.distribute.MirroredStrategy` over {tensorflow_stock} devices, on the
+  same batches; or the error that they raised. *even* is the same with {even},
+  which can be split evenly. Plain Keras has no distribution on PyTorch.
+- An empty cell was not measured. `python -m tests.conformance.table --backend jax --only "NAME"`
+  measures the cases of that name. `python -m pytest tests/every_backend/test_cases.py --whole` runs
+  every case in float64.
+- On TensorFlow, the models have no dropout; `tests/tensorflow/test_on_random_numbers.py` compares
+  random numbers. On PyTorch, cases with random numbers are left out, because replicas draw
+  different ones. Cases that Keras cannot run or repeat on one device with a backend are left out.
 """
 
 
@@ -329,13 +340,11 @@ def main():
     parser.add_argument("--measure", choices=KINDS, help="what this process measures")
     parser.add_argument("--backend", choices=COUNTS, default="jax")
     parser.add_argument("--folder", type=Path, help="where what is measured is kept")
-    parser.add_argument("--page", type=Path, help="the page to write")
     parser.add_argument("--kind", choices=KINDS, help="the one kind of figures to measure")
     parser.add_argument("--only", default="", help="a part of the names of the cases to measure")
     options = parser.parse_args()
     own = "" if options.backend == "jax" else f"-{options.backend}"
     folder = options.folder or Path(f".exactness{own}")
-    page = options.page or Path(f"docs/exactness{own}.md")
     os.environ["KERAS_BACKEND"] = options.backend
     os.environ.setdefault("LOCKSTEP_REHEARSE", str(max(COUNTS[options.backend])))
     import lockstep  # noqa: F401  (follows LOCKSTEP_REHEARSE before anything runs)
@@ -358,14 +367,24 @@ def main():
     failed = [process.wait() for process in running]
     if any(failed):
         sys.exit("A measurement failed; its traceback is above.")
-    page.parent.mkdir(exist_ok=True)
-    versions, rows = versions_here(options.backend), measured(folder, options.backend)
+    versions, rows = read()
+    here, new = versions_here(options.backend), measured(folder, options.backend)
     if options.only or options.kind:
-        before, kept = read(page.read_text())
-        if before != versions:
-            sys.exit(f"{page} is of {before}, and {versions} is here: measure every case.")
-        rows = {case: kept.get(case, {}) | rows.get(case, {}) for case in kept | rows}
-    page.write_text(render(rows, options.backend, versions))
+        if versions[options.backend] != here:
+            before = versions[options.backend]
+            sys.exit(f"The figures are of {before}, but {here} is installed: measure every case.")
+    else:
+        for cells in rows.values():
+            cells.pop(options.backend, None)
+    versions[options.backend] = here
+    every = {(family, name): {} for family, members in all_names().items() for name in members}
+    for case, cells in every.items():
+        cells.update(rows.get(case, {}))
+        if case in new:
+            cells[options.backend] = cells.get(options.backend, {}) | new[case]
+    rows = {case: cells for case, cells in every.items() if cells}
+    write(versions, rows)
+    PAGE.write_text(render(versions, rows))
 
 
 if __name__ == "__main__":

@@ -526,7 +526,7 @@ def test_a_fixed_number_of_rows():
     made = keras.Model(inputs, layers.Dense(2)(inputs))
     made.compile("sgd", "mse")
     lockstep.distribute(made, 1, micro_batch_size=3)
-    with pytest.raises(UnsupportedModel, match="is built for batches of 8 rows, and micro_batch_s"):
+    with pytest.raises(UnsupportedModel, match="is built for batches of 8 rows, but micro_batch_s"):
         made.train_on_batch(*data(8))
 
 

@@ -452,7 +452,7 @@ def test_an_unknown_state():
 
 def test_a_model_with_placed_layers_cannot_be_sharded():
     made = lockstep.place(network(), {"dense*": "cpu:1"})
-    with pytest.raises(LayoutConflict, match="has branches on several devices"):
+    with pytest.raises(LayoutConflict, match="has layers on several devices"):
         sharded(made)
 
 

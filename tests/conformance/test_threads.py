@@ -101,7 +101,7 @@ def test_calls_during_another_threads_fit_are_refused(call):
     (error,) = others.results()
     assert isinstance(error, BusyModel)
     # Keras says around it which layer was called.
-    assert f"{call} of {made.name!r} was called in thread 'other0', and" in str(error)
+    assert f"{call} of {made.name!r} was called in thread 'other0', while" in str(error)
     alone.fit(X, Y, shuffle=False, **OPTIONS)
     assert_same(weights(made), weights(alone))
     calls[call](made)

@@ -50,7 +50,7 @@ def test_a_maker_of_the_users_own_is_refused(name):
 def test_a_step_function_of_the_users_own_is_refused():
     model = chain()
     vars(model)["train_function"] = lambda iterator: {}
-    with pytest.raises(UnsupportedModel, match="was given a train_function"):
+    with pytest.raises(UnsupportedModel, match="already has a custom train_function"):
         lockstep.distribute(model, 2)
     vars(model)["train_function"] = None
     lockstep.distribute(model, 2)

@@ -280,7 +280,7 @@ def test_what_does_not_belong_together_is_refused_and_nothing_is_lost(tmp_path, 
         other, words = model(), "a digest of the weights was"
         other.layers[1].bias.assign(np.ones(8))
     elif given == "model":
-        other, words = model(), "activation was 'tanh', *\nand is 'relu'"
+        other, words = model(), "activation was 'tanh', *\nbut is now 'relu'"
         config = other.get_config()
         config["layers"][1]["config"]["activation"] = "relu"
         other = keras.Model.from_config(config)
@@ -425,7 +425,7 @@ class Scaled(layers.Layer):
 def test_an_option_that_ends_with_a_number_is_no_name_of_a_layer(tmp_path):
     first, second = (keras.Sequential([keras.Input((6,)), Scaled(f"scale_{n}")]) for n in (1, 2))
     unfinished(first, tmp_path / "scores.npy")
-    with pytest.raises(PredictionFileError, match="mode was 'scale_1',\nand is 'scale_2'"):
+    with pytest.raises(PredictionFileError, match="mode was 'scale_1',\nbut is now 'scale_2'"):
         lockstep.predict(second, batches(), tmp_path / "scores.npy", verbose=0)
 
 

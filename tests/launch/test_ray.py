@@ -123,7 +123,7 @@ REFUSED = {
     "the GPUs of another worker": (  # as JaxTrainer sets them without `jax_config`
         {"assigned": ["2", "3"]},
         {"CUDA_VISIBLE_DEVICES": "0,1"},
-        "It sees the GPUs 0,1 (CUDA_VISIBLE_DEVICES), and Ray has assigned 2,3\nto it",
+        "It sees the GPUs 0,1 (CUDA_VISIBLE_DEVICES), but Ray has assigned 2,3\nto it",
     ),
 }
 

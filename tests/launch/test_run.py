@@ -310,7 +310,7 @@ with phase("training", compiles=True):
 """
     status, _, error = run(tmp_path, body, "--processes", "2", "--hang-timeout", "2")
     assert status == 124
-    assert "process 0 stands in training, epoch 3, after 5 steps, since" in error
+    assert "process 0 has made no progress in training, epoch 3, after 5 steps for" in error
     assert (
         "process 1 of 2 failed first: made no progress in training, epoch 3, after 4 steps" in error
     )
@@ -408,7 +408,7 @@ REFUSED = {
     "more processes than GPUs": (
         ("--processes", "3"),
         {"CUDA_VISIBLE_DEVICES": "4,6"},
-        "--processes=3 with 1 device each need 3 GPUs; 2 GPUs here: 4, 6.",
+        "--processes=3 with 1 device each need 3 GPUs; 2 GPUs available: 4, 6.",
     ),
     "GPUs that cannot be divided": (
         ("--processes", "2"),
@@ -418,7 +418,7 @@ REFUSED = {
     "more devices than GPUs": (
         ("--processes", "2", "--devices-per-process", "2"),
         {"CUDA_VISIBLE_DEVICES": "0,1,2"},
-        "--processes=2 with 2 devices each need 4 GPUs; 3 GPUs here: 0, 1, 2.",
+        "--processes=2 with 2 devices each need 4 GPUs; 3 GPUs available: 0, 1, 2.",
     ),
     "a launcher of the launcher": (
         (),

@@ -128,13 +128,13 @@ WHAT_DIFFERS = {
     "other_rows": "Process 1 has a different first batch",
     "other_last_rows": "In one of the 6 batches of this epoch, process 1 had different rows",
     "other_number_of_rows": "Process 1 has a different first batch, or a different number",
-    "fewer_batches": "Process 1 ends after 3 batches, and process 0 goes on",
+    "fewer_batches": "Process 1 ends after 3 batches, but process 0 has more",
     "assigned_by_one": "Process 1 has assigned different values to variables than process 0",
     "an_error_in_a_step": "Process 1 left its fit with an error",
     "another_plan": "Process 1 runs different layers of",
     "another_batch_by_hand": "Process 1 has a different batch than process 0 in the data of its",
     "another_late_row_by_hand": "Process 1 has a different batch than process 0 in the data of its",
-    "another_model": "Process 1 brings 2 variables with 28 numbers, and process 0 brings 2 with 21",
+    "another_model": "Process 1 has 2 variables with 28 numbers, but process 0 has 2 with 21",
 }
 
 

@@ -160,4 +160,4 @@ def test_a_port_in_use_is_told_in_words(tmp_path):
         process = launch([sys.executable], tmp_path, LOCKSTEP_REHEARSE="2", **ours)
         _, error = end_of(process)
     assert process.returncode == 1
-    assert f"meet at 127.0.0.1:{port}: port {port} of this host: Address already in use" in error
+    assert f"connect at 127.0.0.1:{port}: port {port} of this host: Address already in use" in error

@@ -887,7 +887,7 @@ def plain_beside(*names):
             getattr(made, name)(*given)
         except LockstepError as error:
             said = str(error)
-        mine = f"was given lockstep.process_local, and process {size - 1} plain data"
+        mine = f"was given lockstep.process_local, but process {size - 1} plain data"
         left = f"Process {size - 1} left its {name}"
         assert (mine if rank == size - 1 else left) in said, said
         assert distance(made.get_weights(), before) == 0

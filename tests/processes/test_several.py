@@ -310,7 +310,7 @@ def test_sigterm_to_one_process_saves_and_ends_all_after_the_same_step(tmp_path,
     options = {"batch_size": 7, "epochs": 15}
     alone = lockstep.distribute(model(seed=77), 3)
     saving = lockstep.Checkpoint(tmp_path / "run")
-    with pytest.warns(CheckpointWarning, match="Told is gone"):
+    with pytest.warns(CheckpointWarning, match="Told is in the checkpoint, but not in this fit"):
         history = alone.fit(x, y, **options, verbose=2, callbacks=[saving]).history
     assert "lockstep: resumes from" in capsys.readouterr().out
     one = model(compiled=False, seed=5)
@@ -516,12 +516,12 @@ REFUSED = {
     ),
     "other steps_per_epoch": (
         "x, y = data(); made.fit(x, y, batch_size=7, verbose=0, steps_per_epoch=3 + rank)",
-        "Process 1 was given steps_per_epoch=4, and process 0 steps_per_epoch=3",
+        "Process 1 was given steps_per_epoch=4, but process 0 steps_per_epoch=3",
     ),
     "other validation_steps": (
         "x, y = data(); made.fit(x, y, batch_size=7, verbose=0, validation_data=(x, y), "
         "validation_steps=[None, 3][rank])",
-        "Process 1 was given validation_steps=3, and process 0 validation_steps=None",
+        "Process 1 was given validation_steps=3, but process 0 validation_steps=None",
     ),
     "a different number of batches": (
         "x, y = data(53 - 14 * rank); made.fit(x, y, batch_size=7, verbose=0, shuffle=False)",
@@ -640,7 +640,7 @@ REFUSED = {
     ),
     "another layer": (
         "lockstep.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2 + rank)]))",
-        "Process 1 brings 2 variables with 15 numbers, and process 0 brings 2 with 10",
+        "Process 1 has 2 variables with 15 numbers, but process 0 has 2 with 10",
     ),
     "another order of devices": (
         "lockstep.distribute(made, lockstep.devices()[:: 1 - 2 * rank])",
@@ -797,7 +797,7 @@ def test_processes_with_more_devices_than_others_are_told(monkeypatch):
     devices = [Mock(process_index=index, platform="gpu") for index in (0, 0, 1)]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "devices", lambda platform: devices)
-    with pytest.raises(ProcessesDisagree, match="Process 0 has 2 devices, and process 1 has 1"):
+    with pytest.raises(ProcessesDisagree, match="Process 0 has 2 devices, but process 1 has 1"):
         jax_group.check_devices(devices)
 
 

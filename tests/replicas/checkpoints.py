@@ -38,7 +38,7 @@ SAVING = {"steps": 1, "background": False}
 def quiet():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Your input ran out of data")
-        for known in (".*drawn again", ".*Kill is gone"):
+        for known in (".*drawn again", ".*Kill is in the checkpoint, but not in this fit"):
             warnings.filterwarnings("ignore", message=known, category=CheckpointWarning)
         warnings.simplefilter("ignore", UnsplitBatchWarning)
         yield

@@ -138,7 +138,7 @@ def test_another_number_of_outputs_is_said(tmp_path, given):
     inputs = keras.Input((4,))
     two = keras.Model(inputs, [keras.layers.Dense(2)(inputs) for _ in range(2)])
     inputs, outputs = outputs_check.inputs_and_outputs(tmp_path / "io.npz")
-    with pytest.raises(OutputMismatch, match=f"has 2 outputs, and {given} were given"):
+    with pytest.raises(OutputMismatch, match=f"has 2 outputs, but {given} were given"):
         outputs_check.difference(two, inputs, outputs)
 
 

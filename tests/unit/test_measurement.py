@@ -221,7 +221,7 @@ def test_data_that_one_fit_would_use_up_are_refused(keras):
 
 def test_data_without_a_batch_are_refused(keras):
     assert "the tuple has none" in refused(model(keras), arrays(0))
-    assert "the Items holds none" in refused(model(keras), items(keras, 0)[0])
+    assert "the Items has none" in refused(model(keras), items(keras, 0)[0])
 
 
 def test_a_batch_size_for_a_data_set_is_refused(keras):

@@ -83,8 +83,8 @@ def test_a_call_that_keras_refuses_or_ignores_is_listed(old, tmp_path):
 
 SILENT = {
     "keras.layers.Convolution2D(32, 3, 5, padding='same')": "Convolution2D(32, (3, 5))",
-    "p = keras.utils.multi_gpu_model(m)\nsingle = p.layers[-2]": "p: it is the model itself",
-    "p.m = lockstep.multi_gpu_model(m)\nsingle = p.m.layers[-2]": "p.m: it is the model itself",
+    "p = keras.utils.multi_gpu_model(m)\nsingle = p.layers[-2]": "p: it is now the model itself",
+    "p.m = lockstep.multi_gpu_model(m)\nsingle = p.m.layers[-2]": "p.m: it is now the model itself",
     "m.fit_generator(data, 3, 2)": "fit(..., steps_per_epoch=3, epochs=2): by position",
 }
 

@@ -1,7 +1,7 @@
 """A placeholder, in a copy of a model, for an attribute that cannot be sent to another process.
 
-A tokenizer, an open file or a lock may hang on a layer, and no step uses it. A copy of the model
-has a placeholder in its place. A use of it raises: the copy would not compute what the model does.
+A layer may hold a tokenizer, an open file or a lock that no step uses. A copy of the model has
+this placeholder instead. Using it raises: the copy would not compute what the model computes.
 """
 
 from typing import Any, ClassVar, NoReturn

@@ -179,7 +179,7 @@ def iterator_of_keras() -> Any:
 
 
 class BatchesAhead:
-    """Transfers each batch to the devices before the previous batch's step starts.
+    """Transfers each batch to the devices before the step of the previous batch starts.
 
     JAX sends a batch once the device has done all steps that were begun: behind a step, the device
     waits for the batch. Keras draws one batch ahead on accelerators too.

@@ -270,10 +270,10 @@ def compare(
     repeated: bool = False,
     by_all: bool = False,
 ) -> Mismatch | None:
-    """Return the first place where one device disagrees with itself, or several devices with one.
+    """Return the first difference between two runs of one device, or of several devices and one.
 
-    `None` means that they agree. Several devices run in any case: each process of a launcher is
-    one, and all take part.
+    It is `None` if they agree. Several devices run in any case: each process of a launcher is one,
+    and all take part.
 
     A gradient that differs on some rows and not on others is that of a kink. Code that fails on a
     few rows is compared on all, unless one device may not run these at once.
@@ -369,7 +369,7 @@ def _parted(
     rows: int,
     bounds: Bounds,
 ) -> Mismatch | None:
-    """Return the first place where one device disagrees with itself, or several with one."""
+    """Return the first difference between two runs of one device, or of several devices and one."""
     one = steady(one, again, bounds)
     if (of_one := first_mismatch(one, [again], rows, bounds)) is not None:
         return replace(of_one, is_of_one=True)

@@ -1,8 +1,8 @@
-"""Records what a step may change in Python's objects, and restores it after a trial step.
+"""The states of Python objects that a step may change, restored after a trial step.
 
-These are attributes of layers, objects that hang on them, and what the user's code reaches by its
-globals, closures and classes: counters, lists, generators of random numbers. If the code reaches an
-object that cannot be rewound (an iterator) or is shared (a file), no trial step is run.
+These are attributes of layers, objects that they hold, and objects that the user's code reads
+from globals, closures and classes: counters, lists, generators of random numbers. If the code
+reaches an object that cannot be rewound (an iterator) or is shared (a file), no trial step runs.
 """
 
 import _thread

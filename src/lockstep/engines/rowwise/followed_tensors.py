@@ -1,8 +1,8 @@
-"""Symbolic tensors that answer a layer's questions as the tensors of its real call do.
+"""Symbolic tensors that behave for a layer like the tensors of its real call.
 
-While a layer is followed, its code sees symbolic tensors. Keras's code has to know that they are
-symbolic, and a user's code must not: a branch on it would not be the branch that runs. So these
-tensors look at who asks. A question that they cannot answer means that the layer is refused.
+While the code of a layer is analyzed, it sees symbolic tensors. Keras's code has to know that they
+are symbolic, but user code must not: it could take a branch that does not run otherwise. So these
+tensors check which code asks. If they cannot answer a question, the layer is not split.
 """
 
 import sys

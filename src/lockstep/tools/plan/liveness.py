@@ -55,7 +55,7 @@ class _Kernel:
         operation: The operation.
         reads: The numbers of the arrays that it reads from memory.
         writes: The numbers of the arrays that it writes to memory.
-        forms: For an array that the kernel reads alone, its size in the form in which it is read.
+        forms: For an array that it reads alone: its size in the form in which it is read.
     """
 
     operation: _Operation

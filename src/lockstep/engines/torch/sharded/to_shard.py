@@ -1,4 +1,4 @@
-"""Chooses the variables that are split into one part for each rank."""
+"""Chooses the variables of a model that are split into one shard per rank."""
 
 from typing import Any
 

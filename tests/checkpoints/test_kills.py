@@ -1,7 +1,6 @@
 """Runs that are killed with SIGKILL at random moments, and go on on other devices."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.kills import CASES
+from tests.processes.common import clean_environment
 from tests.tiers import further, rest
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "checkpoint_soak.py"
@@ -22,7 +22,7 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "checkpoint_soak.py"
     ],
 )
 def test_a_killed_run_ends_as_one_that_was_not(cases):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_"))}
+    clean = clean_environment()
     done = subprocess.run(
         [sys.executable, str(SOAK), "--kills", str(3 * len(cases)), "--cases", *cases],
         env=clean,

@@ -1,8 +1,6 @@
-"""Micro-batches on JAX: memory, random numbers, refusals, files, and what `release` undoes."""
+"""Micro-batches on JAX: memory, random numbers of a part, and what only its proofs refuse."""
 
 import dataclasses
-import re
-import zipfile
 from itertools import product
 
 import jax
@@ -17,19 +15,12 @@ import lockstep
 from lockstep.core import micro_batches as texts
 from lockstep.core.devices import micro_batches
 from lockstep.engines.jax.parts.row_draws import PartKeys, PartRows
-from lockstep.errors import DeviceError, UnsplitBatchWarning, UnsupportedModel
+from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.common import assert_same, weights
 from tests.conformance.test_communication import collectives, training_program
+from tests.models import Own, chain
 
 ROWS = 22
-
-
-def chain(*inner, seed=3, **options):
-    keras.utils.clear_session(free_memory=False)
-    keras.utils.set_random_seed(seed)
-    made = keras.Sequential([keras.Input((4,)), layers.Dense(6, "tanh"), *inner, layers.Dense(2)])
-    made.compile(**{"optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "loss": "mse"} | options)
-    return made
 
 
 def data(rows=ROWS, seed=2):
@@ -39,20 +30,6 @@ def data(rows=ROWS, seed=2):
 
 def fit(made, **options):
     return made.fit(*data(), **{"batch_size": 8, "verbose": 0, "shuffle": False, **options})
-
-
-class Own(layers.Layer):
-    """Runs a function of its inputs."""
-
-    def __init__(self, function, **options):
-        super().__init__(**options)
-        self.function = function
-
-    def call(self, x):
-        return self.function(self, x)
-
-    def compute_output_shape(self, shape):
-        return shape
 
 
 # ------------------------------------------------------------------------------- memory
@@ -219,22 +196,6 @@ def _drawn(kind, part, whole, rows, number, seed):
 # ------------------------------------------------------------------------- what is counted
 
 
-def test_one_update_for_the_whole_batch():
-    one, made = chain(), chain()
-    lockstep.distribute(made, 1, micro_batch_size=3)
-    for each in (one, made):
-        each.train_on_batch(*data())
-    assert int(made.optimizer.iterations) == 1
-    assert_same(weights(made), weights(one), atol=1e-6)
-
-
-@pytest.mark.parametrize("size", [ROWS, 1000])
-def test_a_size_above_the_batch_cuts_nothing(size):
-    one, made = chain(), lockstep.distribute(chain(), 1, micro_batch_size=size)
-    assert fit(made).history["loss"] == fit(one).history["loss"]
-    assert_same(weights(made), weights(one), atol=0)
-
-
 def test_parts_have_equal_sizes_within_the_bound():
     for rows, devices, size in product((1, 7, 11, 256, 75), (1, 2, 3), (1, 4, 32)):
         number, each = micro_batches(rows, devices, size)
@@ -242,14 +203,6 @@ def test_parts_have_equal_sizes_within_the_bound():
         assert each <= size
         assert (number - 1) * each < largest <= number * each
         assert number == -(-largest // size)  # no more parts than are needed
-
-
-def test_batch_norm_runs_in_parts_where_it_does_not_train():
-    made = lockstep.distribute(chain(layers.BatchNormalization()), 2, micro_batch_size=3)
-    one = chain(layers.BatchNormalization())
-    x, y = data()
-    assert_same(made.predict(x, verbose=0), one.predict(x, verbose=0), atol=1e-6)
-    assert_same(made.evaluate(x, y, verbose=0), one.evaluate(x, y, verbose=0), atol=1e-6)
 
 
 def test_what_xla_cannot_split_runs_whole_in_parts_too():
@@ -262,34 +215,6 @@ def test_what_xla_cannot_split_runs_whole_in_parts_too():
     with pytest.warns(UnsplitBatchWarning, match="the gradient of a sort"):
         fit(made)
     fit(one)
-    assert_same(weights(made), weights(one), atol=1e-6)
-
-
-def test_a_layer_frozen_and_freed_between_fits():
-    one, made = chain(), lockstep.distribute(chain(), 2, micro_batch_size=2)
-    for each in (one, made):
-        for trainable in (True, False, True):
-            each.layers[0].trainable = trainable
-            each.compile(keras.optimizers.SGD(0.05), "mse")
-            fit(each)
-    assert_same(weights(made), weights(one), atol=1e-6)
-
-
-# -------------------------------------------------------------------- on and off, and files
-
-
-def test_release_undoes_it():
-    made = chain()
-    before = set(vars(made))
-    lockstep.distribute(made, 1, micro_batch_size=2)
-    fit(made)
-    assert lockstep.release(made) is made
-    assert not {"stateless_call", "compute_loss_and_updates"} & set(vars(made))
-    assert set(vars(made)) >= before
-    one = chain()
-    fit(one)
-    fit(one)
-    fit(made)
     assert_same(weights(made), weights(one), atol=1e-6)
 
 
@@ -333,90 +258,7 @@ def test_a_loss_that_draws_and_reads_a_metric_sees_all_rows(devices):
         assert_same(one, parts, atol=1e-6)
 
 
-def test_another_size_takes_the_place_of_the_first(capsys):
-    made = lockstep.distribute(chain(), 2, micro_batch_size=1)
-    fit(made)
-    lockstep.distribute(made, 2, micro_batch_size=2)
-    made.fit(*data(), batch_size=8, verbose=2)
-    assert "8 rows over 2 devices: 4 each, 2 micro-batches of 2" in capsys.readouterr().out
-
-
-def test_a_saved_file_is_that_of_one_device(tmp_path):
-    files = []
-    for name, size in (("one", None), ("parts", 2)):
-        made = chain(layers.Dropout(0.2, name="dropout"))
-        if size is not None:
-            lockstep.distribute(made, 2, micro_batch_size=size)
-        x, _ = data()
-        made.predict(x, verbose=0)
-        made.save(tmp_path / f"{name}.keras")
-        with zipfile.ZipFile(tmp_path / f"{name}.keras") as file:
-            read = {each: file.read(each) for each in sorted(file.namelist())}
-        # Keras's numbers of objects that are shared are addresses in memory.
-        files.append(
-            {n: re.sub(rb'"shared_object_id": \d+', b"", each) for n, each in read.items()}
-        )
-    one, parts = files
-    assert one.keys() == parts.keys()
-    for name in one.keys() - {"metadata.json"}:  # which has the time
-        assert one[name] == parts[name], name
-
-
-class Stop(keras.callbacks.Callback):
-    """Ends a run within an epoch, as a signal does."""
-
-    def __init__(self, batch):
-        super().__init__()
-        self.batch = batch
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == self.batch:
-            raise KeyboardInterrupt
-
-    def get_state(self):
-        return {}
-
-    def set_state(self, state):
-        """Have no state."""
-
-
-def test_a_run_goes_on_with_another_size(tmp_path):
-    one = chain(layers.Dropout(0.2))
-    fit(one, epochs=2)
-    for size, stop in ((3, 1), (2, None)):
-        made = lockstep.distribute(chain(layers.Dropout(0.2)), 1, micro_batch_size=size)
-        checkpoint = lockstep.Checkpoint(tmp_path / "run", steps=1)
-        try:
-            fit(made, epochs=2, callbacks=[checkpoint, Stop(stop)])
-        except KeyboardInterrupt:
-            assert stop is not None
-    assert_same(weights(made), weights(one), atol=1e-6)
-
-
-def test_verify_compares_one_device_in_parts_with_itself():
-    found = lockstep.verify(chain(layers.Dropout(0.2)), data(), 1, 2, micro_batch_size=3)
-    assert found.equal
-    assert str(found).startswith("1 device in micro-batches give the same results as one device.")
-    assert "on one device and on 1 device, at most 3 rows at once" in str(found)
-
-
 # --------------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])
-def test_a_size_that_is_no_number_of_rows(size):
-    made = chain()
-    before = dict(vars(made))
-    for call in (lockstep.distribute, lambda *a, **k: lockstep.verify(a[0], data(), a[1], **k)):
-        with pytest.raises(DeviceError) as caught:
-            call(made, 2, micro_batch_size=size)
-        assert str(caught.value) == (
-            f"micro_batch_size={size!r} was given, but a whole number of at least 1 was "
-            "expected.\n"
-            "Pass the most rows that a device may run at once, such as 32, or remove the "
-            "argument."
-        )
-    assert vars(made).keys() == before.keys()
 
 
 class Apart(keras.Sequential):
@@ -452,15 +294,6 @@ def refusal(made, **options):
     return text
 
 
-def test_batch_norm_that_trains():
-    assert refusal(chain(layers.BatchNormalization(name="norm"))) == (
-        "'norm' (BatchNormalization) needs all rows of the batch at once, but "
-        "micro_batch_size=3 splits them.\n"
-        "Use GroupNormalization or LayerNormalization, freeze the layer (trainable=False),\n"
-        "or remove micro_batch_size."
-    )
-
-
 def test_a_layer_across_rows():
     centre = Own(lambda self, x: x - ops.mean(x, axis=0), name="centre")
     assert refusal(chain(centre)).startswith(
@@ -480,25 +313,6 @@ def test_a_loss_that_is_neither_a_sum_nor_a_mean():
     )
 
 
-class Running(layers.Layer):
-    """Keeps the mean of its inputs."""
-
-    def build(self, shape):
-        self.mean = self.add_weight(shape=shape[1:], trainable=False, name="mean")
-
-    def call(self, x):
-        self.mean.assign(ops.mean(x, axis=0))
-        return x
-
-
-def test_a_variable_that_changes_by_the_rows():
-    assert refusal(chain(Running(name="running"))) == (
-        "'sequential/running/mean' is updated in the call of a layer from all rows of the "
-        "batch, but\n"
-        "micro_batch_size splits the rows. Remove micro_batch_size."
-    )
-
-
 def test_random_numbers_that_a_part_cannot_draw():
     seeds = keras.random.SeedGenerator(1)
     gamma = Own(lambda self, x: x + keras.random.gamma(ops.shape(x), 1.0, seed=seeds), name="gamma")
@@ -509,40 +323,6 @@ def test_random_numbers_that_a_part_cannot_draw():
         "so a micro-batch cannot draw the random numbers of its rows.\n"
         "Draw with keras.random.normal, uniform or dropout, or remove micro_batch_size."
     )
-
-
-def test_a_stateful_rnn():
-    keras.utils.clear_session(free_memory=False)
-    made = [keras.Input((3, 2), batch_size=8), layers.LSTM(4, stateful=True, name="memory")]
-    made = keras.Sequential([*made, layers.Dense(1)])
-    made.compile("sgd", "mse")
-    lockstep.distribute(made, 1, micro_batch_size=3)
-    with pytest.raises(UnsupportedModel, match=r"'memory' is stateful: it keeps one state per"):
-        made.fit(np.ones((8, 3, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
-
-
-def test_a_fixed_number_of_rows():
-    inputs = keras.Input((4,), batch_size=8)
-    made = keras.Model(inputs, layers.Dense(2)(inputs))
-    made.compile("sgd", "mse")
-    lockstep.distribute(made, 1, micro_batch_size=3)
-    with pytest.raises(UnsupportedModel, match="is built for batches of 8 rows, but micro_batch_s"):
-        made.train_on_batch(*data(8))
-
-
-def test_a_sequential_that_a_batch_has_built():
-    """Keras gives its input the number of rows of that batch."""
-    found = []
-    for size in (None, 3):
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(4)
-        made = keras.Sequential([layers.Dense(6, "tanh"), layers.Dense(2)])
-        made.compile("sgd", "mse")
-        if size:
-            lockstep.distribute(made, 2, micro_batch_size=size)
-        history = made.fit(*data(20), batch_size=8, epochs=2, shuffle=False, verbose=0).history
-        found.append((history, made.get_weights()))
-    assert_same(*found)
 
 
 def test_a_number_of_rows_in_a_layer():
@@ -559,14 +339,6 @@ def test_a_step_that_is_not_compiled(option):
         "micro_batch_size=3 needs a compiled step.\n"
         "Remove both from compile(), or remove micro_batch_size."
     )
-
-
-def test_an_output_whose_first_dim_has_no_rows():
-    turn = Own(lambda self, x: ops.transpose(x))
-    made = keras.Sequential([keras.Input((4,)), turn], name="turned")
-    made.compile("sgd", lambda y, y_pred: ops.mean(y_pred))
-    text = refusal(made)
-    assert text.startswith("'turned' has an output of shape (4, 8) for 8 rows: its first")
 
 
 def test_rows_that_differ_in_the_first_batch(monkeypatch):

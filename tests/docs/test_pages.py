@@ -21,6 +21,7 @@ from lockstep.cli import main
 from lockstep.tools.demo import DemoResult, TaskResult
 from tests.docs import commands
 from tests.docs.blocks import blocks, same_lines
+from tests.processes.common import clean_environment
 
 ROOT = Path(__file__).parents[2]
 LEGACY = ROOT / "tests" / "files" / "legacy" / "keras-2.2.4__mlp4-g2"
@@ -167,8 +168,7 @@ def run(command, expected, place):
         "python": [sys.executable, "-W", "error::UserWarning"],
     }
     assert words[0] in programs, f"{place}: {command}"
-    ours = ("LOCKSTEP", "JAX_", "PJRT_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean = clean_environment()
     clean |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "KERAS_BACKEND": "jax", "COLUMNS": "80"}
     clean |= {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
     started = [

@@ -1,7 +1,7 @@
 """The promise with `micro_batch_size`: rows in parts leave what all rows at once leave, to 1e-10.
 
 `python -m pytest tests/every_backend/test_micro_batch_cases.py --thorough` runs every case on JAX,
-and `--whole` on PyTorch, whose quick cases are in `tests/torch/test_on_micro_batches.py`.
+and `--whole` on PyTorch, whose quick cases are in `test_micro_batches.py`.
 """
 
 import pytest

@@ -25,6 +25,7 @@ from lockstep.processes.own_rows import share_of_batch
 from lockstep.processes.row_exchange import Counts, Form
 from lockstep.processes.split_arrays import read_rows
 from lockstep.tools.batches import first_batches
+from tests.processes.common import clean_environment
 from tests.tiers import further
 
 HERE = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ REFUSED = {
 
 def run(processes, names, folder, *options):
     """Run cases in several processes; what each of them reported, by case, and what was printed."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_"))}
+    environment = clean_environment()
     environment |= {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE / "src")])}
     script = [str(HERE / "tests" / "processes" / "own_rows.py"), ",".join(names)]
     started = [sys.executable, "-m", "lockstep", "run", "--processes", str(processes), *options]

@@ -1,7 +1,6 @@
 """What a distributed model saves is what one device saves."""
 
 import json
-import os
 import subprocess
 import sys
 import zipfile
@@ -14,6 +13,7 @@ import pytest
 import lockstep
 from tests.conformance.common import assert_same, data, fit, model
 from tests.conformance.zoo import ZOO
+from tests.processes.common import clean_environment
 from tests.tiers import rest
 
 DATE = "date_saved"
@@ -91,7 +91,7 @@ def test_loads_in_a_process_that_has_never_heard_of_lockstep(tmp_path):
         "np.save('y.npy', model.predict(np.load('x.npy'), verbose=0))\n"
         "model.fit(np.load('x.npy'), np.load('y.npy'), verbose=0)\n"
     )
-    plain = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "JAX_"))}
+    plain = clean_environment()
     plain["JAX_PLATFORMS"] = "cpu"
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=plain, check=True)
     assert_same(np.load(tmp_path / "y.npy"), made.predict(x, verbose=0))

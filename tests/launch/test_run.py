@@ -16,6 +16,7 @@ from lockstep.errors import ProcessesDisagree
 from lockstep.launch import local_run
 from lockstep.launch.progress_watch import ProgressWatch
 from lockstep.launch.rank import Failure, Output, cause_of
+from tests.processes.common import clean_environment
 from tests.tiers import rest
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -38,8 +39,7 @@ def wait_for(*names):
 
 def launch(folder, body, *options, arguments=(), **environment):
     (folder / "script.py").write_text(HEAD + body)
-    ours = ("LOCKSTEP", "JAX_", "XLA_", "PJRT_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean = clean_environment("XLA_")
     return subprocess.Popen(
         [sys.executable, "-m", "lockstep", "run", *options, "script.py", *arguments],
         cwd=folder,

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.processes.common import clean_environment
 from tests.tiers import rest
 
 HERE = Path(__file__).parents[2]
@@ -18,8 +19,7 @@ BOUND = 1e-10
 
 
 def environment():
-    ours = ("LOCKSTEP", "JAX_", "PJRT_", "KERAS_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean = clean_environment("KERAS_")
     return {
         **clean,
         "KERAS_BACKEND": "torch",

@@ -1,6 +1,5 @@
 """One script trains the same model in one process or several, by any launcher, after any fault."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.launch.train import ROWS, build, data
+from tests.processes.common import clean_environment
 
 HERE = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("train.py")
@@ -19,8 +19,7 @@ LOCKSTEP_RUN = [sys.executable, "-m", "lockstep", "run"]
 
 
 def launch(command, folder, *arguments, **environment):
-    ours = ("LOCKSTEP", "JAX_", "PJRT_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean = clean_environment()
     more = {
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "KERAS_BACKEND": "jax",

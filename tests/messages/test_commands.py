@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import main
-from tests.processes.common import warm_end
+from tests.processes.common import clean_environment, warm_end
 
 
 def help_of(*words):
@@ -156,8 +156,7 @@ def test_bench_names_the_remedy_of_the_command(tmp_path):
 def command(folder, *words, stderr=subprocess.PIPE):
     """Run a command beside train.py, on one CPU device."""
     (folder / "train.py").write_text(TRAIN)
-    ours = ("LOCKSTEP", "JAX_", "XLA_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean = clean_environment("XLA_")
     return subprocess.run(
         [sys.executable, "-m", "lockstep", *words],
         cwd=folder,

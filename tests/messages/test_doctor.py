@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.core.package_versions import install_command
 from lockstep.tools.doctor import Findings, _torch_build, choose_backend, wrong_pairs
-from tests.processes.common import python, warm_python
+from tests.processes.common import clean_environment, python, warm_python
 from tests.tiers import rest
 
 INSTALLED = {"keras": "3.15.1", "jax": "0.10.2"}
@@ -145,8 +145,7 @@ def test_where_the_choice_of_a_backend_comes_from(tmp_path):
 
 
 def doctor(tmp_path, **environment):
-    ours = ("LOCKSTEP", "JAX_", "XLA_", "KERAS")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean = clean_environment("XLA_", "KERAS")
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "doctor"],
         env={**clean, "KERAS_HOME": str(tmp_path), **environment},

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lockstep.processes.shares import free_address
+from tests.processes.common import clean_environment
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "tests" / "pretended_gpus" / "site"
@@ -17,8 +18,7 @@ LIMIT = 400
 
 def environment(engine, devices, **more):
     """The environment of a process with so many pretended GPUs of its own."""
-    ours = ("LOCKSTEP_", "JAX_", "KERAS_", "PRETENDED_", "PJRT_", "CUDA_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean = clean_environment("KERAS_", "PRETENDED_", "CUDA_")
     own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
     path = [str(SITE), str(ROOT / "src"), *filter(None, [clean.get("PYTHONPATH")])]
     return {

@@ -9,6 +9,18 @@ from pathlib import Path
 from tests.processes.warm import Script
 
 
+def clean_environment(*beginnings, **more):
+    """The environment of a script: without what these tests have set for themselves.
+
+    Args:
+        beginnings: What further variables begin with that are left out.
+        more: Variables that are set.
+    """
+    ours = ("LOCKSTEP", "JAX_", "PJRT_", *beginnings)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return kept | more
+
+
 def python(script, **environment):
     """Run a script with a clean environment; returns what it printed."""
     return _run(["-W", "error::UserWarning", "-c", script], **environment)
@@ -35,8 +47,7 @@ def without_lockstep(script, cwd):
 
 
 def _run(arguments, cwd=None, **environment):
-    ours = ("LOCKSTEP", "JAX_", "XLA_", "PJRT_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean = clean_environment("XLA_")
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -58,8 +69,7 @@ def warm(arguments, cwd=None, **environment):
 
 def warm_end(arguments, cwd=None, **environment):
     """As `warm`, whatever the status is: the status, what it printed, what it said on stderr."""
-    ours = ("LOCKSTEP", "JAX_", "PJRT_", "KERAS_")  # XLA compiles as in the other tests
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean = clean_environment("KERAS_")  # XLA compiles as in the other tests
     with tempfile.TemporaryDirectory() as folder:
         output = [Path(folder, name) for name in ("out", "error")]
         given = {**clean, "KERAS_BACKEND": "jax", **environment}

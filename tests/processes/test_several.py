@@ -12,6 +12,7 @@ import pytest
 import lockstep
 from lockstep.errors import CheckpointWarning
 from tests.conformance.common import assert_same, compile_, data, model
+from tests.processes.common import clean_environment
 from tests.processes.warm import Script
 
 HERE = Path(__file__).parents[2]
@@ -43,8 +44,7 @@ def run_both(body, folder, **settings):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     (folder / "script.py").write_text(SCRIPT.format(body=body))
-    ours = ("LOCKSTEP", "JAX_", "PJRT_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    clean = clean_environment()
     more = {
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "LOCKSTEP_REHEARSE": "2",

@@ -1,7 +1,6 @@
 """Micro-batches on PyTorch: the numbers of the batch, random numbers, memory, and refusals."""
 
 import random
-import sys
 import threading
 
 import keras
@@ -11,175 +10,13 @@ import torch
 from keras import layers, ops
 
 import lockstep
-from lockstep.attach.attachment import session_of
 from lockstep.engines.torch.steps import steps
 from lockstep.errors import UnsupportedModel
 from lockstep.keras_compat import added_losses
 from tests.agreement import assert_equal, both, values
-from tests.conformance.test_micro_batches import Own, Stop
+from tests.every_backend.test_micro_batches import CALLS, QUIET, refusal
+from tests.models import Own, chain, features
 from tests.tiers import further
-
-QUIET = {"verbose": 0, "shuffle": False, "batch_size": 9}
-
-
-def features(rows=23, seed=1):
-    rng = np.random.default_rng(seed)
-    return rng.normal(size=(rows, 4)), rng.normal(size=(rows, 2))
-
-
-def chain(*inner, optimizer=None, loss="mse", **options):
-    made = keras.Sequential([keras.Input((4,)), layers.Dense(6, "tanh"), *inner, layers.Dense(2)])
-    made.compile(optimizer or keras.optimizers.SGD(0.05, momentum=0.9), loss, **options)
-    return made
-
-
-# ------------------------------------------------------------ the numbers of the whole batch
-
-
-def dense():
-    return chain(optimizer=keras.optimizers.Adam(0.02), metrics=["mae"]), features(), {}
-
-
-def weighted():
-    x, y = features()
-    weights = np.random.default_rng(2).uniform(size=len(x))
-    return chain(weighted_metrics=["mae"]), (x, y), {"sample_weight": weights}
-
-
-def classes():
-    x, y = features()
-    made = chain(loss="sparse_categorical_crossentropy", metrics=["accuracy"])
-    return made, (x, (y[:, 0] > 0).astype(int)), {"class_weight": {0: 0.3, 1: 2.0}}
-
-
-def masked():
-    tokens = np.random.default_rng(3).integers(0, 5, (23, 3))
-    inner = [layers.Embedding(5, 4, mask_zero=True), layers.LSTM(3, return_sequences=True)]
-    made = keras.Sequential([keras.Input((3,), dtype="int32"), *inner, layers.Dense(5, "softmax")])
-    made.compile("adam", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
-    return made, (tokens, tokens[:, ::-1].copy()), {}
-
-
-def transformer():
-    tokens = np.random.default_rng(3).integers(0, 5, (23, 4))
-    inputs = keras.Input((4,), dtype="int32")
-    x = layers.Embedding(5, 8, mask_zero=True)(inputs)
-    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
-    x = layers.LayerNormalization()(x + layers.Dense(8)(layers.Dense(12, "gelu")(x)))
-    made = keras.Model(inputs, layers.Dense(5)(x))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=2)
-    made.compile(keras.optimizers.AdamW(0.01, clipnorm=0.5), loss)
-    return made, (tokens, tokens), {}
-
-
-def two_of_each():
-    (x, y), (other, _) = features(), features(seed=2)
-    a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
-    both_of = layers.Concatenate()([layers.Dense(3)(a), layers.Dense(5, "tanh")(b)])
-    made = keras.Model(
-        {"a": a, "b": b},
-        {"p": layers.Dense(2, name="p")(both_of), "q": layers.Dense(1, name="q")(both_of)},
-    )
-    made.compile("adam", {"p": "mse", "q": "mae"}, loss_weights={"p": 1.0, "q": 0.3})
-    return made, ({"a": x, "b": other}, {"p": y, "q": y[:, :1]}), {}
-
-
-def regularized():
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.9)
-    optimizer = keras.optimizers.SGD(schedule, momentum=0.9, global_clipnorm=0.5, use_ema=True)
-    inner = layers.Dense(5, "tanh", kernel_regularizer="l1", bias_regularizer="l2")
-    return chain(inner, optimizer=optimizer), features(), {}
-
-
-def contrastive():
-    def loss(y, found):
-        return ops.logsumexp(found @ ops.transpose(y), axis=-1) - ops.sum(found * y, axis=-1)
-
-    return chain(loss=loss), features(), {}
-
-
-def curves():
-    x, y = features()
-    made = keras.Sequential([keras.Input((4,)), layers.Dense(1, "sigmoid")])
-    measured = [keras.metrics.AUC(num_thresholds=7), keras.metrics.F1Score(threshold=0.5)]
-    made.compile("adam", "binary_crossentropy", metrics=measured)
-    return made, (x, (y[:, :1] > 0).astype(float)), {}
-
-
-def convolutional():
-    rng = np.random.default_rng(4)
-    images, targets = rng.normal(size=(23, 6, 6, 2)), rng.normal(size=(23, 2))
-    inner = [layers.Conv2D(4, 3, activation="relu"), layers.GroupNormalization(2)]
-    frozen = layers.BatchNormalization(trainable=False)
-    pooled = [frozen, layers.MaxPooling2D(), layers.Flatten(), layers.Dense(2)]
-    made = keras.Sequential([keras.Input((6, 6, 2)), *inner, *pooled])
-    made.compile("sgd", "mse")
-    return made, (images, targets), {}
-
-
-def accumulated():
-    return chain(optimizer=keras.optimizers.Adam(gradient_accumulation_steps=2)), features(), {}
-
-
-class OwnLoss(keras.Model):
-    """Its code is followed, and its loss sees all rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = layers.Dense(6, "tanh"), layers.Dense(2)
-
-    def call(self, x):
-        return self.last(ops.relu(self.first(x)) + 1)
-
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return ops.mean((y - y_pred) ** 2) + ops.var(y_pred)
-
-
-def subclassed():
-    made = OwnLoss()
-    made.compile("sgd")
-    return made, features(), {}
-
-
-ZOO = (
-    *(dense, weighted, classes, masked, transformer, two_of_each, regularized, contrastive),
-    *(curves, convolutional, accumulated, subclassed),
-)
-RUNS = [
-    pytest.param(case, devices, marks=[] if quick else pytest.mark.thorough)
-    for number, case in enumerate(ZOO)
-    for devices, quick in ((1, number % 2), (3, not number % 2))
-]
-"""Each model is quick on one number of devices."""
-
-
-@pytest.fixture
-def in_shards(monkeypatch):
-    """Shards variables of any size."""
-    monkeypatch.setattr(sys.modules["lockstep.core.devices"], "SHARDED_FROM", 0)
-
-
-def compare(case, devices, **options):
-    """Train by Keras alone and in parts of two rows; the last batch has five rows."""
-    one, many = both(lambda: case()[0], devices, micro_batch_size=2, **options)
-    _, (x, y), more = case()
-    found = []
-    for model in (one, many):
-        history = model.fit(x, y, epochs=2, **QUIET, **more).history
-        seen = model.evaluate(x, y, batch_size=9, verbose=0, return_dict=True)
-        found.append((history, seen, model.predict(x, batch_size=9, verbose=0)))
-    assert_equal(*found)
-    assert_equal(one, many)
-
-
-@pytest.mark.parametrize(("case", "devices"), RUNS)
-def test_parts_give_the_numbers_of_the_batch(case, devices):
-    compare(case, devices)
-
-
-@pytest.mark.parametrize("case", [dense, *further(transformer)])
-def test_parts_give_the_numbers_of_the_batch_with_sharded_state(case, in_shards):
-    compare(case, 3, state="sharded")
 
 
 def test_no_layer_gets_more_than_two_rows(monkeypatch):
@@ -203,12 +40,6 @@ def test_no_layer_gets_more_than_two_rows(monkeypatch):
     made.test_on_batch(x[:9], y[:9])
     made.predict_on_batch(x[:9])
     assert set(seen) == {1, 2}
-
-
-def test_one_update_for_the_whole_batch():
-    made = lockstep.distribute(chain(), 1, micro_batch_size=2)
-    made.train_on_batch(*features(9))
-    assert int(made.optimizer.iterations) == 1
 
 
 # ------------------------------------------------------------------------- random numbers
@@ -335,55 +166,12 @@ def test_a_step_in_four_parts_holds_fewer_bytes(end, loss, targets, bound):
 # ------------------------------------------------------------------- on and off, and files
 
 
-def test_release_undoes_it():
-    one, made = both(chain, 1, micro_batch_size=2)
-    x, y = features()
-    made.fit(x, y, **QUIET)
-    assert lockstep.release(made) is made
-    assert session_of(made) is None
-    made.fit(x, y, **QUIET)
-    one.fit(x, y, epochs=2, **QUIET)
-    assert_equal(one.get_weights(), made.get_weights())
-
-
-def test_a_size_above_the_batch_cuts_nothing(capsys):
-    one, made = both(noisy(None), 1, micro_batch_size=100)
-    for model in (one, made):
-        keras.utils.set_random_seed(7)
-        model.fit(*features(), **(QUIET | {"verbose": 2}))
-    assert_equal(one, made)
-    assert "9 rows, 1 micro-batch of 9" in capsys.readouterr().out
-
-
 def test_the_line_of_fit_says_how_a_batch_is_cut(capsys):
     made = lockstep.distribute(noisy(5)(), 3, micro_batch_size=2)
     made.fit(*features(), **(QUIET | {"verbose": 2}))
     line = capsys.readouterr().out.splitlines()[0]
     assert "9 rows over 3 devices: 3 each, 2 micro-batches of 2" in line
     assert "with random numbers of each micro-batch" in line
-
-
-def test_a_run_goes_on_with_another_size(tmp_path):
-    keras.utils.clear_session(free_memory=False)
-    keras.utils.set_random_seed(11)
-    one = chain()
-    one.fit(*features(), epochs=2, **QUIET)
-    for size, stop in ((3, 1), (2, None)):
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(11)
-        made = lockstep.distribute(chain(), 1, micro_batch_size=size)
-        checkpoint = lockstep.Checkpoint(tmp_path / "run", steps=1)
-        try:
-            made.fit(*features(), epochs=2, callbacks=[checkpoint, Stop(stop)], **QUIET)
-        except KeyboardInterrupt:
-            assert stop is not None
-    assert_equal(one, made)
-
-
-def test_verify_compares_one_device_in_parts_with_itself():
-    found = lockstep.verify(chain(layers.Dropout(0.2)), features(), 1, 2, micro_batch_size=3)
-    assert found.equal
-    assert "on one device and on 1 device, at most 3 rows at once" in str(found)
 
 
 # --------------------------------------------------------------------------------- refusals
@@ -397,17 +185,6 @@ class Twice(layers.Layer):
         return x
 
 
-class Counting(layers.Layer):
-    """Counts its calls in a variable, whatever the rows are."""
-
-    def build(self, shape):
-        self.count = self.add_weight(shape=(), trainable=False, name="count")
-
-    def call(self, x):
-        self.count.assign_add(1.0)
-        return x
-
-
 class OwnStep(keras.Sequential):
     """Has a training step of its own."""
 
@@ -415,38 +192,10 @@ class OwnStep(keras.Sequential):
         return super().train_step(data)
 
 
-class Turned(keras.Sequential):
-    """Declares that its rows are apart, and turns them."""
-
-    def call(self, x, training=None, mask=None):
-        return ops.transpose(super().call(x))
-
-
-def stateful():
-    inner = [keras.Input((2, 2), batch_size=9), layers.LSTM(4, stateful=True, name="memory")]
-    made = keras.Sequential([*inner, layers.Dense(2)])
-    made.compile("sgd", "mse")
-    return made
-
-
-def fixed():
-    inputs = keras.Input((4,), batch_size=9)
-    made = keras.Model(inputs, layers.Dense(2)(inputs), name="fixed")
-    made.compile("sgd", "mse")
-    return made
-
-
 def own_step():
     made = OwnStep([keras.Input((4,)), layers.Dense(2)], name="own")
     made.compile("sgd", "mse")
     return made
-
-
-def centred():
-    return chain(Own(lambda self, x: x - ops.mean(x, axis=0), name="centre"))
-
-
-CALLS = keras.Variable(0.0, trainable=False)
 
 
 def counted_loss(y, found):
@@ -459,15 +208,6 @@ def noisy_loss(y, found):
 
 
 REFUSED = {
-    "a batch norm that trains": (
-        lambda: chain(layers.BatchNormalization(name="norm")),
-        "'norm' (BatchNormalization) needs all rows of the batch at once, but "
-        "micro_batch_size=3 splits",
-    ),
-    "a layer across rows": (
-        centred,
-        "'centre' (Own) is not known to work row by row, as micro_batch_size needs:\n",
-    ),
     "a loss of a layer": (
         lambda: chain(Twice(name="twice")),
         "'twice' (Twice) adds a loss in its call, by add_loss or an activity regularizer.\n",
@@ -476,22 +216,10 @@ REFUSED = {
         lambda: chain(layers.Dense(3, activity_regularizer="l2", name="active")),
         "'active' (Dense) adds a loss in its call, by add_loss or an activity regularizer.\n",
     ),
-    "a variable that changes": (
-        lambda: chain(Counting(name="counting")),
-        "'sequential/counting/count' changes in the call of a layer or loss. With "
-        "micro_batch_size, this call runs once\n"
-        "for",
-    ),
-    "a stateful RNN": (stateful, "'memory' is stateful: it keeps one state per row"),
-    "a fixed number of rows": (fixed, "'fixed' is built for batches of 9 rows, and micro_batch"),
     "a step of the user's own": (
         own_step,
         "'own' has a train_step of its own,\n"
         "so its step would run all rows at once, but micro_batch_size=3 was requested.\n",
-    ),
-    "a variable of no layer": (
-        lambda: chain(Own(lambda self, x: (CALLS.assign_add(1.0), x)[1])),
-        "a variable or tensor outside of 'sequential' changes in the call of a layer or loss",
     ),
     "a declared loss that counts": (
         lambda: chain(loss=lockstep.rowwise(counted_loss)),
@@ -506,19 +234,6 @@ REFUSED = {
         "'sequential' gives different outputs if the first rows run in two parts (",
     ),
 }
-
-
-def refusal(made, devices=1, **options):
-    lockstep.distribute(made, devices, micro_batch_size=3, **options)
-    before = values(made)
-    x, y = features(9)
-    with pytest.raises(UnsupportedModel) as caught:
-        made.fit(x.reshape(9, *made.inputs[0].shape[1:]), y, **QUIET)
-    assert_equal(values(made)[: len(before)], before)
-    text = str(caught.value)
-    assert len(text.splitlines()) <= 3
-    assert max(map(len, text.splitlines())) <= 200
-    return text
 
 
 @pytest.mark.parametrize("size", [1, *further(3)])
@@ -576,56 +291,11 @@ def test_both_runs_of_all_parts_draw_one_number_of_python_or_numpy(draw):
     assert_equal(one, many)
 
 
-def unbuilt():
-    made = keras.Sequential([layers.Dense(6, "tanh"), layers.Dense(2)])
-    made.compile("sgd", "mse")
-    return made, features(), {}
-
-
-def test_a_sequential_that_a_batch_has_built_has_parts():
-    """Keras gives its input the number of rows of the batch."""
-    compare(unbuilt, 1)
-
-
-def recurrent():
-    layer = layers.Bidirectional(layers.GRU(3))
-    made = keras.Sequential([keras.Input((2, 2)), layer, layers.Dense(2)])
-    made.compile("sgd", "mse")
-    x, y = features()
-    return made, (x.reshape(-1, 2, 2), y), {}
-
-
-def test_an_rnn_without_dropout_draws_nothing():
-    compare(recurrent, 3, same_random_numbers=True)
-
-
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_have_parts_is_refused_before_an_update(what):
     build, said = REFUSED[what]
     keras.utils.clear_session(free_memory=False)
     assert refusal(build()).startswith(said)
-
-
-class AlwaysTraining(keras.Model):
-    """Its batch norm takes the moments of the rows in `predict` too."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = layers.BatchNormalization(name="norm")
-
-    def call(self, x):
-        return self.norm(x, training=True)
-
-
-def test_a_batch_norm_that_takes_moments_where_nothing_trains():
-    made = lockstep.distribute(AlwaysTraining(), 1, micro_batch_size=3)
-    with pytest.raises(UnsupportedModel, match=r"'norm' \(BatchNormalization\) needs all rows"):
-        made.predict(features()[0], verbose=0)
-
-
-def test_a_refusal_of_several_devices():
-    keras.utils.clear_session(free_memory=False)
-    assert refusal(centred(), 3).startswith("'centre' (Own) is not known to work row by row")
 
 
 def test_random_numbers_of_one_device_that_a_part_cannot_draw():
@@ -637,15 +307,9 @@ def test_random_numbers_of_one_device_that_a_part_cannot_draw():
     )
 
 
-def test_an_output_without_rows():
-    made = Turned([keras.Input((4,)), layers.Dense(2)], name="turned")
-    made.compile("sgd", lambda y, found: ops.mean(found))
-    assert "'turned'" in refusal(lockstep.rowwise(made))
-
-
 def test_no_loss_of_a_second_run_stays_on_a_layer():
     made = lockstep.distribute(
-        chain(layers.Dense(3, kernel_regularizer="l2")), 1, micro_batch_size=2
+        chain(layers.Dense(3, kernel_regularizer="l2", name="penalized")), 1, micro_batch_size=2
     )
     made.fit(*features(), **QUIET)
     assert not any(map(added_losses, made.layers))

@@ -13,7 +13,7 @@ from lockstep.attach.attachment import session_of
 from lockstep.engines.torch.ranks import traced_steps
 from lockstep.engines.torch.traced import inductor, trace
 from lockstep.engines.torch.traced.inductor import COMPILED, Compilation
-from tests.torch.agreement import assert_equal, both
+from tests.agreement import assert_equal, both
 
 X = np.random.default_rng(0).normal(size=(8, 4))
 Y = np.random.default_rng(1).normal(size=(8, 2))

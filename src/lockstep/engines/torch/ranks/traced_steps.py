@@ -87,7 +87,7 @@ class TracedSteps:
         if kind in self._refused:
             return None
         if any(map(_has_hook, self._model.trainable_variables)):
-            self.refuse(kind, "a hook is on the gradient of a weight")
+            self.refuse(kind, "the gradient of a weight has a hook")
             return None
         if self._has_changed():
             self._traces.clear()
@@ -149,9 +149,9 @@ class TracedSteps:
         self._refused[kind] = reason
         if process_group.is_first():
             warnings.warn(
-                f"jit_compile=True was asked for, and the {kind} step of {self._model.name!r} is "
-                f"not traced: {reason}.\nIts steps run by Keras's code, with the same numbers. "
-                "Change that line, or leave jit_compile out.",
+                f"jit_compile=True was requested, but the {kind} step of {self._model.name!r} "
+                f"cannot be traced: {reason}.\nKeras's code runs its steps, with the same results. "
+                "Change that code, or remove jit_compile=True.",
                 NotTracedWarning,
                 stacklevel=2,
             )
@@ -160,7 +160,7 @@ class TracedSteps:
         reason = self._reason()
         model, tensors = self._model, self._runner.tensors()
         if reason is None and keeps_state(model, kind, batch, tensors):
-            reason = "it changes other things than variables of Keras, or draws numbers of Python"
+            reason = "it changes something other than Keras variables, or draws numbers from Python"
         reason = self._runner.peers.agreed_reason(reason)
         if reason is None:
             self._number += 1
@@ -178,13 +178,13 @@ class TracedSteps:
         if self._layout.is_sharded:
             return "its state is sharded"
         if self._layout.micro_batch_size is not None:
-            return "its batches run in parts"
+            return "its batches run in micro-batches"
         if torch.is_autocast_enabled(self._runner.rank.device.type):
-            return "torch.autocast is around it"
+            return "it runs inside torch.autocast"
         if not can_be_tried(self._model):
-            return "it holds an object whose state cannot be set back"
+            return "it contains an object whose state cannot be restored"
         if self._bytes is None:
-            return "it holds what cannot be pickled, so that a change of it is not seen"
+            return "it contains an object that cannot be pickled, so its changes cannot be detected"
         return None
 
     def _has_changed(self) -> bool:

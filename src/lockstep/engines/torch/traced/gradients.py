@@ -49,10 +49,10 @@ class TracedTensors(TorchFunctionMode):  # type: ignore[misc]
         self, function: Any, types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
         if time.monotonic() > self._deadline:
-            raise Untraceable(f"a trace of it takes more than {LONGEST:.0f} s")
+            raise Untraceable(f"tracing it takes more than {LONGEST:.0f} s")
         arguments, options = self._replaced(arguments), self._replaced(options or {})
         if function in _READS and type(arguments[0]) in (torch.Tensor, torch.nn.Parameter):
-            raise Untraceable("Python reads a tensor that is no variable of Keras")
+            raise Untraceable("Python reads a tensor that is not a Keras variable")
         if function is torch.Tensor.backward:
             return self._backward(*arguments, **options)
         if isinstance(options.get("generator"), SeededGenerator):

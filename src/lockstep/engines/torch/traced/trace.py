@@ -171,10 +171,10 @@ class TracedStep:
                 contexts.enter_context(SplitOperations(mesh))
             result = stock_step(self._model, self._kind, batch)
             if any(isinstance(leaf, int | float) for leaf in keras.tree.flatten(result)):
-                raise Untraceable("gives a number of Python as a log: make it a tensor")
+                raise Untraceable("it returns a Python number as a log: return a tensor")
             known = {id(variable) for variable in self.variables}
             if any(each not in known for each in scope.state_mapping):
-                raise Untraceable("assigns to a variable that the model does not hold")
+                raise Untraceable("it assigns a variable that does not belong to the model")
             new = [whole(scope.get_current_value(each).detach()) for each in self.variables]
             outputs = [
                 whole(leaf.detach())
@@ -235,7 +235,7 @@ class TracedStep:
         graph.eliminate_dead_code()
         for node in graph.nodes:
             if node.op == "call_function" and _writes(node.target):
-                raise Untraceable("writes into a tensor that is no variable of Keras")
+                raise Untraceable("it writes into a tensor that is not a Keras variable")
         module.recompile()
         return module, changed
 
@@ -320,7 +320,7 @@ class _WithoutDraws(TorchDispatchMode):  # type: ignore[misc]
         self, operation: Any, types: Any, arguments: Any = (), options: Any = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in operation.tags:
-            raise Untraceable("draws random numbers in a branch of keras.ops.cond")
+            raise Untraceable("it draws random numbers in a branch of keras.ops.cond")
         return operation(*arguments, **(options or {}))
 
 
@@ -336,7 +336,9 @@ def _both(scope: _Scope, pred: Any, true_fn: Any, false_fn: Any) -> Any:
         with _WithoutDraws():
             result, after = run(), dict(scope.state_mapping)
         if any(getattr(leaf, "requires_grad", False) for leaf in keras.tree.flatten(result)):
-            raise Untraceable("takes gradients through keras.ops.cond, of which a graph runs both")
+            raise Untraceable(
+                "gradients flow through keras.ops.cond, and a graph runs both branches"
+            )
         # Optimizers, which take no gradients, write in place: PyTorch does not tell that here.
         changed = {
             key: value

@@ -57,7 +57,7 @@ REFUSED = {
     "wrapped one by one": ("UnusableData", "all arrays of a process must be wrapped together"),
     "split": (
         "UnusableData",
-        ("validation_split was given together with lockstep.process_local(tuple)"),
+        "validation_split was given together with lockstep.process_local(tuple)",
     ),
     "few rows": ("UnusableData", "batch_size=1 was requested, but the global batch"),
     "shapes": ("ProcessesDisagree", "float64[7], float64[2] in process 1, and float64[6], float64"),
@@ -69,11 +69,11 @@ REFUSED = {
     "repeats": ("UnusableData", "has 31 rows for 4 processes, so it repeats 1 of them"),
     "a class weight": (
         "UnusableData",
-        ("class_weight was given, but it is not supported for this data"),
+        "class_weight was given, but it is not supported for this data",
     ),
     "a split class weight": (
         "UnusableData",
-        ("class_weight was given, but it is not supported for this data"),
+        "class_weight was given, but it is not supported for this data",
     ),
     "other files": ("UnusableData", "the arrays of the processes differ"),
     "other numbers": ("UnusableData", "split_reading was given arrays of [89, 90] rows"),

@@ -237,12 +237,12 @@ _micro_batch_size = click.option(
     help="Training steps to compare.",
 )
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), help=("Rows of a batch, if the data are arrays.")
+    "--batch-size", type=click.IntRange(min=1), help="Rows of a batch, if the data are arrays."
 )
 @_micro_batch_size
 @click.option("--rehearse", is_flag=True, help="Rehearse on this number of virtual CPU devices.")
 @click.option(
-    "--float64", is_flag=True, help=("Build the model in float64. Equal means at most 1e-10 apart.")
+    "--float64", is_flag=True, help="Build the model in float64. Equal means at most 1e-10 apart."
 )
 @click.option(
     "--state",
@@ -335,7 +335,7 @@ def _rehearsal_by_option(devices: str | None = None) -> Iterator[None]:
     "--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds to measure."
 )
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), help=("Rows of a batch, if the data are arrays.")
+    "--batch-size", type=click.IntRange(min=1), help="Rows of a batch, if the data are arrays."
 )
 @_micro_batch_size
 @click.option("--rehearse", is_flag=True, help="Rehearse on this number of virtual CPU devices.")
@@ -394,10 +394,10 @@ def _counts(devices: str) -> list[int]:
 @click.option(
     "--micro-batch-size",
     type=click.IntRange(min=1),
-    help=("The most rows that a device runs at once."),
+    help="The most rows that a device runs at once.",
 )
 @click.option(
-    "--largest-batch", is_flag=True, help=("Search for the largest batch that fits. Takes longer.")
+    "--largest-batch", is_flag=True, help="Search for the largest batch that fits. Takes longer."
 )
 @click.option("--mixed-precision", is_flag=True, help="Add table rows for mixed_bfloat16.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -458,7 +458,7 @@ def plan(
 @click.option(
     "--model",
     metavar="FILE.PY:FUNCTION",
-    help=("Function that builds the model, if it has custom code."),
+    help="Function that builds the model, if it has custom code.",
 )
 def export(run: Path, output: Path, best: bool, model: str | None) -> None:
     """Write a plain .keras file of a checkpoint.

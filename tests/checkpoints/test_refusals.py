@@ -284,7 +284,7 @@ def test_a_loop_of_a_class_of_its_own(tmp_path):
         (lambda path: [keras.callbacks.BackupAndRestore(path)], "BackupAndRestore and lockstep"),
         (
             lambda path: [lockstep.Checkpoint(path / "b")],
-            ("2 Checkpoint callbacks were passed to one fit"),
+            "2 Checkpoint callbacks were passed to one fit",
         ),
     ],
 )

@@ -185,7 +185,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path):
     path = folder.checkpoints()[0] / "manifest.json"
     path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
     with pytest.raises(
-        errors.NewerCheckpoint, match=("format version 2, but this version of lockstep reads")
+        errors.NewerCheckpoint, match="format version 2, but this version of lockstep reads"
     ):
         folder.newest(pytest.fail)
     mark = tmp_path / "lockstep.json"

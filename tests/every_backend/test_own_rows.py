@@ -58,7 +58,7 @@ REFUSED = {
     "wrapped one by one": ("UnusableData", "all arrays of a process must be wrapped together"),
     "split": (
         "UnusableData",
-        ("validation_split was given together with lockstep.process_local(tuple)"),
+        "validation_split was given together with lockstep.process_local(tuple)",
     ),
     "few rows": ("UnusableData", "batch_size=1 was requested, but the global batch"),
     "shapes": ("ProcessesDisagree", "float64[7], float64[2] in process 1, and float64[6], float64"),
@@ -66,20 +66,20 @@ REFUSED = {
     "nothing": ("UnusableData", "was given None, but the data of this process were expected"),
     "no rows": ("UnusableData", "have no batch in any process"),
     "text": ("UnusableData", "an array of type <U1"),
-    "a number": ("UnusableData", "an array of shape () beside 2 rows"),
+    "a number": ("UnusableData", "an array of shape () next to arrays of 2 rows"),
     "repeats": ("UnusableData", "has 31 rows for 4 processes, so it repeats 1 of them"),
     "a class weight": (
         "UnusableData",
-        ("class_weight was given, but it is not supported for this data"),
+        "class_weight was given, but it is not supported for this data",
     ),
     "a split class weight": (
         "UnusableData",
-        ("class_weight was given, but it is not supported for this data"),
+        "class_weight was given, but it is not supported for this data",
     ),
     "other files": ("UnusableData", "the arrays of the processes differ"),
     "other numbers": ("UnusableData", "split_reading was given arrays of [89, 90] rows"),
     "batch beside": ("UnusableData", "together with a ndarray of all rows"),
-    "replicated": ("UnusableData", "of all processes is replicated over them"),
+    "replicated": ("UnusableData", "across all processes is replicated"),
     "columns": ("UnusableData", "is split along a dim other than its rows"),
     "in reverse": ("UnusableData", "has its rows in a different order than the processes"),
     "plain global": ("ProcessesDisagree", "Wrap such arrays in lockstep.process_local"),
@@ -90,7 +90,7 @@ REFUSED = {
     "other order": ("ProcessesDisagree", "draws different rows"),
     "adapt": ("UnusableData", "where plain arrays or batches are expected"),
     "a tuple": ("UnusableData", "A tuple of process_local was given"),
-    "batch sizes": ("ProcessesDisagree", "Process 1 was given batch_size=8, and process 0 "),
+    "batch sizes": ("ProcessesDisagree", "Process 1 was given batch_size=8, but process 0 "),
 }
 
 

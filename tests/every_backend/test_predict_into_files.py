@@ -297,7 +297,7 @@ def test_what_does_not_belong_together_is_refused_and_nothing_is_lost(tmp_path, 
     elif given == "steps":
         options, words = (
             {"steps": 3},
-            ("steps=3 was given, but predictions of 4 steps are already written"),
+            "steps=3 was given, but predictions of 4 steps are already written",
         )
     else:
         (partial / "thesis.txt").write_text("mine")

@@ -270,8 +270,9 @@ def words(call):
 
 def writes_in_place():
     _, many = pair(mlp)
-    assert words(many.layers[0].parameters) == (
-        "parameters of 'dense' was called, but its state is sharded."
+    assert (
+        words(many.layers[0].parameters)
+        == "parameters of 'dense' was called, but its state is sharded."
     )
     with torch.no_grad():
         for _, parameter in torch.nn.Module.named_parameters(many.layers[0]):  # around that guard

@@ -85,8 +85,9 @@ def test_the_build_of_pytorch_is_that_which_it_tells():
 
 
 def test_gpus_that_the_backend_does_not_use():
-    assert changed(gpus=2).advice() == (
-        f"2 NVIDIA GPUs found, but jax does not use them.\nChange: {install_command('cuda')}"
+    assert (
+        changed(gpus=2).advice()
+        == f"2 NVIDIA GPUs found, but jax does not use them.\nChange: {install_command('cuda')}"
     )
     tensorflow = {"backend": "tensorflow", "installed": {"tensorflow": "2.21.0"}}
     assert changed(gpus=1, **tensorflow).advice() == (

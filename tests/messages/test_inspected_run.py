@@ -44,8 +44,9 @@ def test_its_checkpoints_and_the_command_that_exports_the_newest(run, tmp_path, 
     assert [saved.best for saved in found.checkpoints] == [True, False]
     assert found.epochs == 3
     assert found.command == f"lockstep export {run} -o digits.keras"
-    assert str(found) == (
-        f"{run}: 2 checkpoints; the newest is at the end of epoch 3. Next: {found.command}"
+    assert (
+        str(found)
+        == f"{run}: 2 checkpoints; the newest is at the end of epoch 3. Next: {found.command}"
     )
     shown = invoke("inspect", run)
     assert shown.exit_code == 0

@@ -118,7 +118,7 @@ def test_something_that_is_no_model(thing, got):
         (lambda: lockstep.Checkpoint("runs"), "first_process was given a lockstep.Checkpoint"),
         (
             lockstep.Checkpoint,
-            ("first_process was given a lockstep.Checkpoint, which must run in every"),
+            "first_process was given a lockstep.Checkpoint, which must run in every",
         ),
     ],
 )

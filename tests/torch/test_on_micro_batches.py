@@ -242,7 +242,7 @@ def test_a_wrong_declaration_is_found_with_parts_of_few_rows(size):
     made = chain(lockstep.rowwise(Own(lambda self, x: x - ops.mean(x, axis=0))))
     lockstep.distribute(made, 3, micro_batch_size=size)
     with pytest.raises(
-        UnsupportedModel, match=("gives different outputs if the first rows run in two")
+        UnsupportedModel, match="gives different outputs if the first rows run in two"
     ):
         made.fit(*features(), **QUIET)
 

@@ -182,7 +182,7 @@ def test_fit_says_what_is_compiled_and_how_long_it_took(capsys, monkeypatch):
 
 def test_the_wait_for_the_first_step_is_told_in_seconds():
     line = first_step_line("training", "reading its batch", 12.345)
-    assert line == ("lockstep: the first training step started after 12.3 s: reading its batch")
+    assert line == "lockstep: the first training step started after 12.3 s: reading its batch"
 
 
 @pytest.mark.parametrize(

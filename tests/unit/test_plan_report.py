@@ -553,7 +553,7 @@ def test_the_command_prints_a_table_or_json(tmp_path):
         (
             ["--devices", "two"],
             2,
-            ("--devices=two is not a list of numbers. Write numbers of devices, such"),
+            "--devices=two is not a list of numbers. Write numbers of devices, such",
         ),
         (["--largest-batch"], 2, "--gpu was not given. Add it, for example --gpu h100."),
         (

@@ -87,7 +87,7 @@ def test_steps_that_draw_their_data_say_so():
         ({"compile": 20.0}, "A longer fit does not compile again."),
         (
             {"steps": 20.0},
-            ("The steps take the longest: lockstep bench shows whether more devices help"),
+            "The steps take the longest: lockstep bench shows whether more devices help",
         ),
         (
             {"steps": 20.0, "step": 0.0004},
@@ -100,7 +100,7 @@ def test_steps_that_draw_their_data_say_so():
         ),
         (
             {"steps": 20.0, "step": 0.0004, "backend": "torch"},
-            ("The steps take the longest: lockstep"),
+            "The steps take the longest: lockstep",
         ),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_fraction_of_the_user_stays(one_gpu):
             3,
             2,
             DeviceError,
-            ("makes 3 devices out of one GPU, but 2 GPUs are visible.\nSet CUDA_VISIBLE"),
+            "makes 3 devices out of one GPU, but 2 GPUs are visible.\nSet CUDA_VISIBLE",
         ),
         (3, 0, DeviceError, "but 0 GPUs are visible.\nTo rehearse on virtual CPU devices, set"),
     ],

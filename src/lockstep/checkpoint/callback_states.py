@@ -52,7 +52,7 @@ def put_states(callbacks: list[Any], states: list[dict[str, Any]]) -> list[str]:
         else:
             words += _put(callback, state)
     return words + [
-        (f"{_said(each['class'], each.get('which', {}))} is in the checkpoint, but not in this fit")
+        f"{_said(each['class'], each.get('which', {}))} is in the checkpoint, but not in this fit"
         for each in left
     ]
 

@@ -16,7 +16,7 @@ _WHOLE = click.IntRange(min=1)
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option(
-    "--processes", default=1, show_default=True, type=_WHOLE, help=("Number of processes to start.")
+    "--processes", default=1, show_default=True, type=_WHOLE, help="Number of processes to start."
 )
 @click.option(
     "--devices-per-process",

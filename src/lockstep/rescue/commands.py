@@ -32,16 +32,16 @@ def inspect_command(file: str, as_json: bool) -> None:
 @click.option(
     "--model",
     metavar="FILE.PY:FUNCTION",
-    help=("Function of yours that builds the single-device model."),
+    help="Function of yours that builds the single-device model.",
 )
 @click.option(
-    "--config", metavar="TEMPLATE.JSON", help=("Old to_json() output of the single-device model.")
+    "--config", metavar="TEMPLATE.JSON", help="Old to_json() output of the single-device model."
 )
 @click.option("--custom", metavar="FILE.PY", help="Your custom layers and Lambda functions.")
 @click.option(
     "--check",
     metavar="INPUTS.NPZ",
-    help=("Inputs x0.. and the outputs y0.. that the model must give."),
+    help="Inputs x0.. and the outputs y0.. that the model must give.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def rescue_command(

@@ -137,7 +137,7 @@ class LossSharding:
         with replica.same_operations(f"{name!r}"):
             found = function(y_true, own, **options)
         return remade(
-            found, lambda part: replica.gather_replicated(part, (f"the result of {name!r}"))
+            found, lambda part: replica.gather_replicated(part, f"the result of {name!r}")
         )
 
     def _rows_in_part(self, given: Any) -> Any:

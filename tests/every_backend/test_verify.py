@@ -11,7 +11,9 @@ from rich.console import Console
 
 import lockstep
 from lockstep.attach.attachment import session_of
+from lockstep.engines import current_engine
 from tests.agreement import values
+from tests.precision import floats
 from tests.tiers import further, rest
 
 BACKEND = keras.backend.backend()
@@ -226,3 +228,26 @@ def test_the_command(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert '"equal": true' in done.stdout
+
+
+def _short(x):
+    if BACKEND == "torch":
+        return x.float().to(x.dtype)
+    import tensorflow as tf
+
+    return tf.cast(tf.cast(x, tf.float32), x.dtype)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="this process of JAX has no float64")
+@pytest.mark.parametrize(
+    "casts", [*(further(False) if BACKEND == "tensorflow" else [False]), *rest(True)]
+)
+def test_casts_to_a_shorter_float_are_found(casts):
+    """They bound what a comparison in float64 can say."""
+    with floats("float64"):
+        cast = layers.Lambda(_short)
+        made = with_layer(layers.BatchNormalization(), *[cast] * casts, optimizer="adam")
+        x, y = data(10)
+        batch = (x.astype("float64"), y.astype("float64"))
+        made.fit(*batch, verbose=0)
+        assert current_engine().probe(made).build(batch) == ("float32" if casts else None)

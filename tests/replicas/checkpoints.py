@@ -173,7 +173,7 @@ class OwnFit(keras.Sequential):
 
 
 class CustomStep(keras.Sequential):
-    """Trains as Keras does; lockstep cannot know, so the first device runs every batch."""
+    """Trains as Keras does; lockstep cannot know, so only the first device runs every batch."""
 
     def train_step(self, data):
         return super().train_step(data)

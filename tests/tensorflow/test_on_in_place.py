@@ -1,7 +1,5 @@
 """Copies on each device, steps in TensorFlow's form, its strategies, and XLA."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
@@ -11,26 +9,10 @@ from keras import layers
 import lockstep
 from lockstep.errors import (
     LayoutConflict,
-    UnsplitBatchWarning,
 )
 from tests.agreement import values
-from tests.conformance.common import assert_same, data
-
-
-def model():
-    keras.utils.clear_session(free_memory=False)
-    keras.utils.set_random_seed(5)
-    made = keras.Sequential([keras.Input((4,))])
-    made.add(layers.Dense(6, activation="tanh"))
-    made.add(layers.BatchNormalization())
-    made.add(layers.Dense(2))
-    made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
-    return made
-
-
-def fit(made, **kwargs):
-    options = {"batch_size": 7, "verbose": 0, "shuffle": False, **kwargs}
-    return made.fit(*data(), **options).history
+from tests.conformance.common import assert_same
+from tests.every_backend.test_in_place import fit, model
 
 
 def test_every_device_has_the_same_copy_and_assignment_reaches_all():
@@ -84,33 +66,6 @@ def test_a_train_step_of_its_own_is_exact():
     assert_same(values(made), values(alone))
     for variable in made.variables:
         assert_same(*[[copy.numpy()] for copy in variable.value.values[:2]])
-
-
-class LooksAcross(layers.Layer):
-    def call(self, x):
-        return x - keras.ops.mean(x, axis=0)
-
-
-class ByRows(layers.Layer):
-    def call(self, x):
-        return keras.ops.tanh(x) * 2
-
-
-@pytest.mark.whole
-def test_a_layer_of_its_own_is_split_if_it_works_by_rows():
-    def make(layer):
-        keras.utils.set_random_seed(1)
-        made = keras.Sequential([keras.Input((4,)), layers.Dense(5), layer, layers.Dense(2)])
-        made.compile("sgd", "mse")
-        return made
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UnsplitBatchWarning)
-        mine = fit(lockstep.distribute(make(ByRows()), 3))
-    assert_same(mine, fit(make(ByRows())))
-    with pytest.warns(UnsplitBatchWarning, match="every device runs 'across'"):
-        mine = fit(lockstep.distribute(make(LooksAcross(name="across")), 3))
-    assert_same(mine, fit(make(LooksAcross())))
 
 
 def test_a_model_of_a_strategy_is_refused():

@@ -1,34 +1,19 @@
 """`verify` on TensorFlow, beyond what each backend has: a table, a GAN, and casts."""
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
 
 import lockstep
-from lockstep.engines import current_engine
-from tests.precision import floats
+from tests.every_backend.test_verify import data, with_layer
 from tests.tensorflow.test_on_metrics_property import compile_gan, gan, images
-from tests.tiers import rest
 
 
-def data(rows=40):
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(rows, 6)).astype("float32"), rng.normal(size=(rows, 1)).astype(
-        "float32"
-    )
-
-
-def with_layer(*between, optimizer="sgd"):
+@pytest.fixture(autouse=True)
+def _same_names():
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
-    made = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="gelu", name="first")])
-    for layer in between:
-        made.add(layer)
-    made.add(layers.Dense(1, name="last"))
-    made.compile(optimizer, "mse", metrics=["mae"])
-    return made
 
 
 @pytest.mark.whole
@@ -67,16 +52,3 @@ def test_a_gan_without_a_call_and_with_two_optimizers():
     names = {difference.name.split("/")[0] for difference in found.differences}
     assert {"d_loss", "g_loss", "d_optimizer", "g_optimizer"} <= names
     assert int(made.d_optimizer.iterations) == 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("casts", [False, *rest(True)])
-def test_casts_to_a_shorter_float_are_found(casts):
-    """They bound what a comparison in float64 can say."""
-    with floats("float64"):
-        cast = layers.Lambda(lambda x: tf.cast(tf.cast(x, tf.float32), x.dtype))
-        made = with_layer(layers.BatchNormalization(), *[cast] * casts, optimizer="adam")
-        x, y = data(10)
-        batch = (x.astype("float64"), y.astype("float64"))
-        made.fit(*batch, verbose=0)
-        assert current_engine().probe(made).build(batch) == ("float32" if casts else None)

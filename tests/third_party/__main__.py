@@ -114,7 +114,7 @@ def read(page):
     return re.search(r"devices with (.+)\.$", page, re.MULTILINE).group(1), rows
 
 
-_ALONE = "the first device runs every batch alone"
+_ALONE = "only the first device runs every batch"
 
 
 def _bound(row, notes):

@@ -22,7 +22,7 @@ DEVICES = {"jax": 4, "tensorflow": 2, "torch": 3}[BACKEND] if PROCESSES == 1 els
 BOUNDS = {"float64": 1e-10, "float32": 1e-5}
 DROPOUT = 0.0 if BACKEND == "torch" else 0.1
 """Replicas on PyTorch draw dropout masks of their own; docs/pytorch.md."""
-ALONE = "the first device runs every batch alone"
+ALONE = "only the first device runs every batch"
 
 _OF_OTHERS = (
     "`shuffle=True` was passed",  # KerasHub: `fit` of arrays, which it makes a tf.data.Dataset

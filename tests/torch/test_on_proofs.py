@@ -15,59 +15,34 @@ from lockstep.engines.torch.first_step import row_proofs
 from lockstep.engines.torch.ranks import step_plans
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.agreement import assert_equal, both
+from tests.replicas.proofs import *  # noqa: F403
+from tests.replicas.proofs import Does, assert_same_fit, built, data, fit
 from tests.tiers import every, further, rest
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 
 
-class Does(layers.Layer):
-    """Does what it is told, and has a kernel, a counter and inner layers to do it with."""
+class Holds(Does):
+    """Holds a counter and a tensor of PyTorch too."""
 
     def __init__(self, what, **kwargs):
-        super().__init__(**kwargs)
-        self.what = what
+        super().__init__(what, **kwargs)
         self.calls = 0
         self.table = torch.arange(25.0, dtype=torch.float64).reshape(5, 5) / 25
-        self.dense = layers.Dense(5, activation="silu")
-        self.norm = layers.BatchNormalization()
-
-    def build(self, shape):
-        self.dense.build((None, 5))
-        self.norm.build((None, 5))
-        self.kernel = self.add_weight(shape=(5, 5), name="kernel")
-        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, name="seen")
-
-    def call(self, x, training=False):
-        return self.what(self, x)
-
-    def compute_output_spec(self, x, training=False):
-        return keras.KerasTensor((None, 5))
 
 
-def _counts_steps(layer, x):
-    layer.seen.assign_add(1.0)
-    return x * (1 + layer.seen)
-
-
-def _heads(layer, x):
-    rows = ops.shape(x)[0]
-    split = ops.transpose(ops.reshape(x, (rows, 5, 1)) * ops.ones((1, 1, 4)), (0, 2, 1))
-    scores = ops.softmax(ops.einsum("bhd,bkd->bhk", split, split) / 2.0)
-    return ops.mean(ops.matmul(scores, split), axis=1)
-
-
-BY_ROWS = {
+OF_PYTORCH = {
     "a tensor of PyTorch first": lambda layer, x: (
         layer.table[1] * x - layer.table[0, 0] / (x * x + 1)
     ),
-    "elementwise": lambda layer, x: ops.tanh(x) * 2 + ops.where(x > 0, x, -x),
-    "a kernel": lambda layer, x: ops.silu(ops.matmul(x, layer.kernel)),
-    "layers of Keras": lambda layer, x: layer.norm(layer.dense(x)),
-    "attention by hand": _heads,
-    "a counter of steps": _counts_steps,
     "a tensor that it keeps": lambda layer, x: ops.matmul(x, layer.table),
-    "zeros as many as rows": lambda layer, x: x + ops.zeros((ops.shape(x)[0], 5)),
 }
+
+
+@pytest.mark.parametrize("what", every(2, OF_PYTORCH))
+def test_what_works_row_by_row_with_tensors_of_pytorch_is_split(what):
+    """A warning that it is not split would fail the test."""
+    assert_same_fit(built(OF_PYTORCH[what], Holds))
 
 
 def _branches_on_a_weight(layer, x):
@@ -108,7 +83,6 @@ def _norm_in_a_closure():
 
 
 WHOLE = {
-    "the number of rows": (lambda layer, x: x / (x.shape[0] or 1), "reads the number of rows"),
     "a branch on a symbolic tensor": (
         lambda layer, x: x if keras.utils.is_keras_tensor(x) else x - ops.mean(x, axis=0),
         "Mean",
@@ -137,48 +111,11 @@ WHOLE = {
 }
 
 
-def built(what):
-    def build():
-        made = keras.Sequential(
-            [keras.Input((5,)), layers.Dense(5, activation="tanh"), Does(what, name="does")]
-        )
-        made.add(layers.Dense(2))
-        made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
-        return made
-
-    return build
-
-
-def data(rows=41):
-    rng = np.random.default_rng(1)
-    return rng.normal(size=(rows, 5)), rng.normal(size=(rows, 2))
-
-
-def fit(made, x=None, y=None):
-    x, y = (x, y) if x is not None else data()
-    return made.fit(x, y, batch_size=10, epochs=2, verbose=0, shuffle=False).history
-
-
-def assert_same_fit(build, *given, devices=3):
-    one, many = both(build, devices)
-    assert_equal(fit(many, *given), fit(one, *given))
-    assert_equal(many, one)
-    lockstep.release(many)
-
-
-@pytest.mark.each_value_once
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("what", every(2, BY_ROWS))
-def test_what_works_row_by_row_is_split(what, devices):
-    """A warning that it is not split would fail the test."""
-    assert_same_fit(built(BY_ROWS[what]), devices=devices)
-
-
 @pytest.mark.parametrize("what", every(2, WHOLE))
 def test_what_is_not_known_runs_whole(what):
     function, reason = WHOLE[what]
     with pytest.warns(UnsplitBatchWarning, match=rf"every device runs 'does' \(.*{reason}") as said:
-        assert_same_fit(built(function))
+        assert_same_fit(built(function, Holds))
     assert any("declare the layer with lockstep.rowwise" in str(each.message) for each in said)
 
 
@@ -206,7 +143,7 @@ def test_rows_that_are_merged_run_on_one_device():
     x, y = rng.normal(size=(41, 2, 4)), rng.normal(size=(41, 6))
     said = r"output of layer 'reshape\w*' \(Reshape\) of shape \(20, 4\) for 10 rows,\nso the first"
     with pytest.warns(UnsplitBatchWarning, match=said):
-        assert_same_fit(_merged, x, y)
+        assert_same_fit(_merged, x, y, batch_size=10)
 
 
 def test_rows_that_are_merged_leave_sharded_state_as_it_is():
@@ -254,22 +191,11 @@ def test_the_advice_for_a_metric_in_a_call_fits(layer, said):
 
     with pytest.warns(UnsplitBatchWarning, match=said) as found:
         assert_same_fit(build)
-    assert not any("lockstep.rowwise" in str(each.message) for each in found)
-
-
-def _centers(self, x, training=None):
-    y = ops.matmul(x, self.kernel) + self.bias
-    return y - ops.mean(y, axis=0)
+    assert not any("declare the layer" in str(each.message) for each in found)
 
 
 def _centers_after(layer, given, outputs):
     return outputs - torch.mean(outputs, dim=0)
-
-
-def test_a_class_of_keras_with_another_call_runs_on_one_device(monkeypatch):
-    monkeypatch.setattr(layers.Dense, "call", _centers)
-    with pytest.warns(UnsplitBatchWarning, match="layer of Dense with a replaced method"):
-        assert_same_fit(built(lambda layer, x: x * 2))
 
 
 def test_the_hooks_of_a_layer_see_the_whole_batch():
@@ -280,37 +206,6 @@ def test_the_hooks_of_a_layer_see_the_whole_batch():
 
     with pytest.warns(UnsplitBatchWarning, match="has a hook or parametrization of PyTorch"):
         assert_same_fit(build)
-
-
-def test_float8_scales_by_the_whole_batch():
-    def build():
-        made = keras.Sequential([keras.Input((5,)), layers.Dense(16), layers.Dense(2)])
-        for layer in made.layers:
-            layer.quantize("float8")
-        made.compile(keras.optimizers.SGD(0.01), "mse")
-        return made
-
-    x, y = data()
-    x[30:] *= 3
-    with pytest.warns(UnsplitBatchWarning, match="so the first device"):
-        assert_same_fit(build, x, y)
-
-
-def summed():
-    inputs = keras.Input((5,))
-    inner = keras.Model(inputs, inputs + layers.Dense(5, activation="tanh")(inputs))
-    made = keras.Model(inputs, layers.Dense(2)(inner(inputs) * 2 + inputs))
-    made.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
-    return made
-
-
-def test_a_functional_model_that_was_never_called_is_split():
-    """Its first call was taken for one that changes attributes. A warning fails the test."""
-    one, many = both(summed, 2)
-    mine, alone = (made.predict(data()[0], batch_size=10, verbose=0) for made in (many, one))
-    assert_equal(mine, alone)
-    assert_equal(fit(many), fit(one))
-    lockstep.release(many)
 
 
 def test_a_declared_layer_is_split():
@@ -360,13 +255,13 @@ def sequences():
 @pytest.mark.parametrize("devices", [3, *rest(2)])
 def test_a_model_with_a_call_of_its_own_is_split(devices):
     """A warning that it is not split would fail the test."""
-    assert_same_fit(towers, *sequences(), devices=devices)
+    assert_same_fit(towers, *sequences(), devices=devices, batch_size=10)
 
 
 def test_a_model_that_looks_across_rows_has_its_layers_shared():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnsplitBatchWarning)
-        assert_same_fit(lambda: towers(across=True), *sequences())
+        assert_same_fit(lambda: towers(across=True), *sequences(), batch_size=10)
 
 
 NUMBERS = []
@@ -391,10 +286,10 @@ def test_following_draws_from_no_iterator_of_the_script():
 def test_a_changed_attribute_is_followed_again():
     one, many = both(towers, 2)
     for made in (one, many):
-        fit(made, *sequences())
+        fit(made, *sequences(), batch_size=10)
         made.across = True
-    fit(many, *sequences())
-    fit(one, *sequences())
+    fit(many, *sequences(), batch_size=10)
+    fit(one, *sequences(), batch_size=10)
     assert_equal(many, one)
     lockstep.release(many)
 

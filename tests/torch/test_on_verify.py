@@ -7,27 +7,13 @@ import torch
 from keras import layers, ops
 
 import lockstep
-from lockstep.engines import current_engine
-from tests.precision import floats
-from tests.tiers import rest
+from tests.every_backend.test_verify import data
 
 
-def data(rows=40):
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(rows, 6)).astype("float32"), rng.normal(size=(rows, 1)).astype(
-        "float32"
-    )
-
-
-def with_layer(*between, optimizer="sgd"):
+@pytest.fixture(autouse=True)
+def _same_names():
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
-    made = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="gelu", name="first")])
-    for layer in between:
-        made.add(layer)
-    made.add(layers.Dense(1, name="last"))
-    made.compile(optimizer, "mse", metrics=["mae"])
-    return made
 
 
 class TwoOptimizers(keras.Model):
@@ -71,15 +57,3 @@ def test_optimizers_that_build_themselves_in_the_first_step():
     fresh.build(made.parts[1].trainable_variables)
     for mine, theirs in zip(made.second.variables, fresh.variables, strict=True):
         np.testing.assert_array_equal(*map(ops.convert_to_numpy, (mine, theirs)))
-
-
-@pytest.mark.parametrize("casts", [False, *rest(True)])
-def test_casts_to_a_shorter_float_are_found(casts):
-    """They bound what a comparison in float64 can say."""
-    with floats("float64"):
-        cast = layers.Lambda(lambda x: x.float().to(x.dtype))
-        made = with_layer(layers.BatchNormalization(), *[cast] * casts, optimizer="adam")
-        x, y = data(10)
-        batch = (x.astype("float64"), y.astype("float64"))
-        made.fit(*batch, verbose=0)
-        assert current_engine().probe(made).build(batch) == ("float32" if casts else None)

@@ -593,7 +593,7 @@ def is_asked_for(model: Any) -> bool:
 _MOST_SENT = 4
 """How often steps are compared again because the model was sent anew, at most."""
 
-_FIRST_ALONE = "the first device runs every batch alone"
+_FIRST_ALONE = "only the first device runs every batch"
 _ON_JAX = "Set KERAS_BACKEND=jax to have it split."
 _OWN_STEP = "_step of its own"
 """Is in the reason of a step that the user has written for PyTorch, which JAX does not run."""

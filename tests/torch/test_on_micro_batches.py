@@ -483,7 +483,7 @@ REFUSED = {
         "for",
     ),
     "a stateful RNN": (stateful, "'memory' is stateful: it keeps one state per row"),
-    "a fixed number of rows": (fixed, "'fixed' is built for batches of 9 rows, and micro_batch"),
+    "a fixed number of rows": (fixed, "'fixed' is built for batches of 9 rows, but micro_batch"),
     "a step of the user's own": (
         own_step,
         "'own' has a train_step of its own,\n"

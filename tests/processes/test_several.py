@@ -567,7 +567,7 @@ REFUSED = {
     "validation at other epochs": (
         "x, y = data(); made.fit(x, y, batch_size=7, epochs=2, verbose=0, "
         "validation_split=0.2, validation_freq=1 + rank)",
-        "Process 1 was given validation_freq=2, and process 0 1: they would",
+        "Process 1 was given validation_freq=2, but process 0 1: they would",
     ),
     "a checkpoint in one process": (
         "made.fit(*data(), batch_size=7, verbose=0, "

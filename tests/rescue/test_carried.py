@@ -148,7 +148,7 @@ def test_optimizer_state_that_does_not_fit_is_dropped_and_says_so(tmp_path):
         tmp_path, {"optimizer_config": sgd(momentum=0.9), "loss": "mse"}, wrong
     )
     assert report.optimizer == "dropped"
-    assert any("dropped" in note for note in report.notes)
+    assert any("discarded" in note for note in report.notes)
     assert int(model.optimizer.iterations.numpy()) == 0
 
 
@@ -270,7 +270,7 @@ def test_adam_state_since_2_11_goes_by_variable_and_names_tell(first, carried, t
     )  # fmt: skip
     report = lockstep.rescue(old, tmp_path / "new.keras")
     assert report.optimizer == ("carried" if carried else "dropped")
-    assert any("dropped" in note for note in report.notes) != carried
+    assert any("discarded" in note for note in report.notes) != carried
     if carried:
         found = slots(keras.models.load_model(tmp_path / "new.keras"))
         for (slot, layer), truth in state.items():

@@ -77,7 +77,7 @@ def test_an_array_in_another_file_is_not_read(tmp_path):
         group = root["model_weights/sequential_1/dense_1"]
         del group["kernel:0"]
         group.create_dataset("kernel:0", (6, 8), "f4", external=[(str(tmp_path / "raw"), 0, 192)])
-    refused(path, tmp_path, HostileFile, "another file")
+    refused(path, tmp_path, HostileFile, "an external file")
 
 
 def test_a_virtual_array_is_not_read(tmp_path):
@@ -88,7 +88,7 @@ def test_a_virtual_array_is_not_read(tmp_path):
         group = root["model_weights/sequential_1/dense_1"]
         del group["kernel:0"]
         group.create_virtual_dataset("kernel:0", layout)
-    refused(path, tmp_path, HostileFile, "another file")
+    refused(path, tmp_path, HostileFile, "an external file")
 
 
 @pytest.mark.parametrize("chunks", [None, (1024, 1024)])

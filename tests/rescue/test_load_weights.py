@@ -133,7 +133,7 @@ def test_a_compiled_model_of_the_user_is_saved_whole(tmp_path):
 @pytest.mark.parametrize(
     ("build", "case", "file", "said"),
     [
-        (lambda: rnn(False), "keras-2.2.4__mlp4-g2", "parallel_weights.h5", "8 weights, but the"),
+        (lambda: rnn(False), "keras-2.2.4__mlp4-g2", "parallel_weights.h5", "8 weights but the"),
         (lambda: rnn(True), "keras-2.2.4__rnn-g2", "parallel_full.h5", "reset_after=False"),
     ],
 )

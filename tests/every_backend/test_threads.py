@@ -123,6 +123,7 @@ def test_calls_during_another_threads_fit_are_refused(call):
     calls[call](made)
 
 
+@quick_on_jax
 def test_a_stateless_call_during_another_threads_fit_is_none_of_the_models():
     """It is given values, as an actor is that plays while the learner trains."""
     made = lockstep.distribute(model(), 3)
@@ -136,7 +137,9 @@ def test_a_stateless_call_during_another_threads_fit_is_none_of_the_models():
     assert_equal(others.results(), [right])
 
 
-@pytest.mark.parametrize("change", [lockstep.release, lambda made: lockstep.distribute(made, 2)])
+@pytest.mark.parametrize(
+    "change", [lockstep.release, *further(lambda made: lockstep.distribute(made, 2))]
+)
 def test_a_model_leaves_its_devices_between_the_calls_of_other_threads(change):
     """Those that waited run on the new devices."""
     made, alone = lockstep.distribute(model(), 3), model()
@@ -152,6 +155,7 @@ def test_a_model_leaves_its_devices_between_the_calls_of_other_threads(change):
     )
 
 
+@quick_on_jax
 @pytest.mark.parametrize("name", ["release", "distribute"])
 def test_a_model_stays_on_its_devices_during_another_threads_fit(name):
     made = lockstep.distribute(model(), 3)
@@ -165,6 +169,7 @@ def test_a_model_stays_on_its_devices_during_another_threads_fit(name):
     assert devices_of(made) == (1 if name == "release" else 2)
 
 
+@quick_on_jax
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
 @pytest.mark.parametrize("name", ["release", "distribute"])
@@ -192,7 +197,9 @@ def test_a_callback_cannot_take_the_model_off_its_devices(call, name):
     assert devices_of(made) == 3
 
 
-@pytest.mark.parametrize("hook", ["on_train_begin", "on_train_batch_end", "on_test_begin"])
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_end", *further("on_train_begin", "on_test_begin")]
+)
 def test_compile_in_a_running_fit_is_refused_in_words(hook):
     """Keras removes the step functions, and then calls `None`."""
     assert_compile_is_refused_in(hook)

@@ -127,9 +127,11 @@ BY_ROWS = {
 @pytest.mark.parametrize("what", every(3, BY_ROWS, quick=QUICK))
 def test_what_works_row_by_row_is_split(what):
     """A warning that it is not split would fail the test."""
-    assert_same_fit(built(BY_ROWS[what]), devices=2)
-    if BACKEND == "torch":
-        assert_same_fit(built(BY_ROWS[what]), data()[0][:41], data()[1][:41], batch_size=10)
+    if BACKEND == "torch":  # the last batch has one row, for three devices
+        x, y = data(41)
+        assert_same_fit(built(BY_ROWS[what]), x, y, batch_size=10)
+    else:
+        assert_same_fit(built(BY_ROWS[what]), devices=2)
 
 
 def test_a_functional_model_that_was_never_called_is_split():

@@ -523,7 +523,7 @@ REFUSED = {
         "validation_steps=[None, 3][rank])",
         "Process 1 was given validation_steps=3, but process 0 validation_steps=None",
     ),
-    "a different number of batches": (
+    "another number of batches": (
         "x, y = data(53 - 14 * rank); made.fit(x, y, batch_size=7, verbose=0, shuffle=False)",
         "a different number of batches",
     ),
@@ -612,7 +612,7 @@ REFUSED = {
     ),
     "another metric": (
         "made.compile('sgd', 'mse', metrics=['mae'][:rank]); made.fit(*data(), verbose=0)",
-        "Process 1 brings",
+        "Process 1 has 6 variables",
     ),
     "another momentum": (
         "made.compile(keras.optimizers.SGD(0.1, 0.8 + rank / 10), 'mse'); "

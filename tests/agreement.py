@@ -22,11 +22,15 @@ def both(build, devices=3, **options):
     return made[0], lockstep.distribute(made[1], devices, **options)
 
 
-def assert_equal(a, b):
+def assert_equal(a, b, bound=BOUND):
     """Two models, or two results, are equal but for rounding."""
     if isinstance(a, keras.Model):
         a, b = values(a), values(b)
-    keras.tree.map_structure(_assert_close, a, b)
+
+    def assert_close(a, b):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=bound)
+
+    keras.tree.map_structure(assert_close, a, b)
 
 
 def values(model):
@@ -34,7 +38,3 @@ def values(model):
     slots = model.optimizer.variables if model.optimizer is not None else []
     every = [*model.variables, *slots]
     return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in every]
-
-
-def _assert_close(a, b):
-    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=BOUND)

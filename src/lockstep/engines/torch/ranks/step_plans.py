@@ -190,7 +190,7 @@ class StepPlans:
             self._traces.prints = printed
 
     def forget(self, kind: str) -> None:
-        """Find the routes of this kind of step again: the model may be compiled differently."""
+        """Forget the routes of this kind of step: the model may be compiled differently."""
         self._first_steps.forget(kind)
         self._with_left_out.pop(kind, None)
         self._routes.clear()

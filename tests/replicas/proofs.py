@@ -189,8 +189,8 @@ def statistics(layer, x):
 
 
 ACROSS = {
-    "statistics by hand": statistics,
     "rows from the fifteenth on": _last_rows,
+    "statistics by hand": statistics,
     "a counter of rows": _counts_rows,
     "a loss of rows": _adds_a_loss_of_rows,
     "the number of rows": lambda layer, x: x / ops.cast(ops.shape(x)[0], x.dtype),

@@ -337,5 +337,5 @@ def test_several_processes_are_refused(monkeypatch):
     engine = lockstep.engines.current_engine()
     layout = session_of(lockstep.place(chain(), {"dense_1": 1})).layout
     monkeypatch.setattr(process_group, "several", lambda: True)
-    with pytest.raises(UnsupportedBackend, match=r"several processes,\n.*Start one process"):
+    with pytest.raises(UnsupportedBackend, match=r"several processes are running.\nStart one process"):
         attach(engine, chain(), layout)

@@ -29,7 +29,7 @@ def test_what_a_step_may_change_and_no_checkpoint_saves_is_refused(made_in_it, t
     made.compile("sgd", "mse")
     made.other = made_in_it()
     lockstep.distribute(made, 2)
-    with pytest.raises(UnsupportedModel, match=r"may change other.* of 'gan', and"):
+    with pytest.raises(UnsupportedModel, match=r"may change other.* of 'gan', but"):
         made.fit(**arrays(), verbose=0, callbacks=[lockstep.Checkpoint(tmp_path)])
 
 

@@ -337,5 +337,6 @@ def test_several_processes_are_refused(monkeypatch):
     engine = lockstep.engines.current_engine()
     layout = session_of(lockstep.place(chain(), {"dense_1": 1})).layout
     monkeypatch.setattr(process_group, "several", lambda: True)
-    with pytest.raises(UnsupportedBackend, match=r"several processes are running.\nStart one process"):
+    said = r"several processes are running.\nStart one process"
+    with pytest.raises(UnsupportedBackend, match=said):
         attach(engine, chain(), layout)

@@ -34,7 +34,7 @@ def test_texts_go_on_and_another_vocabulary_is_refused(tmp_path):
     wanted, path = made.predict(tf.constant(TEXTS), verbose=0), tmp_path / "scores.npy"
     with pytest.raises(ZeroDivisionError):
         lockstep.predict(made, batches(3), path, verbose=0)
-    with pytest.raises(PredictionFileError, match="with another model"):
+    with pytest.raises(PredictionFileError, match="with a different model"):
         lockstep.predict(other, batches(), path, verbose=0)
     lockstep.predict(made, batches(), path, verbose=0)
     np.testing.assert_allclose(np.load(path), wanted, rtol=0, atol=1e-6)

@@ -268,7 +268,7 @@ def test_a_cached_function_has_its_attributes_in_a_worker():
     ("make", "words"),
     [
         (lambda: threading.Thread(name="mine"), "'kept', an object of Thread: the thread 'mine' "),
-        (held, "'kept', an object of lock: a lock that is held"),
+        (held, "'kept', an object of lock: a held lock belongs"),
         (queue.SimpleQueue, "'kept', an object of SimpleQueue: cannot pickle"),
         (lambda: (n for n in "a"), "'kept', an object of generator: cannot pickle"),
     ],

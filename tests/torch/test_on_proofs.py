@@ -141,7 +141,7 @@ def test_rows_that_are_merged_run_on_one_device():
     """They ended in an error. TensorFlow runs them so, too."""
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(41, 2, 4)), rng.normal(size=(41, 6))
-    said = r"output of layer 'reshape\w*' \(Reshape\) of shape \(20, 4\) for 10 rows,\nso the first"
+    said = r"output of layer 'reshape\w*' \(Reshape\) of shape \(20, 4\) for 10 rows,\nso only the"
     with pytest.warns(UnsplitBatchWarning, match=said):
         assert_same_fit(_merged, x, y, batch_size=10)
 

@@ -435,7 +435,8 @@ def test_processes_of_a_launcher_trace_a_step_together(tmp_path):
         )
         assert ended.returncode == 0, ended.stderr[-2000:]
         (line,) = (each for each in ended.stdout.splitlines() if "losses" in each)
-        found.append(json.loads(line.partition("losses")[2]))
+        # The other process may write on the same line.
+        found.append(json.loads(line.partition("losses")[2].partition("]")[0] + "]"))
         assert "NotTracedWarning" not in ended.stderr
         if how == "several":
             assert ended.stdout.count("compiled [True, False]") == 2  # the last batches are few

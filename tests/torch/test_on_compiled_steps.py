@@ -12,7 +12,7 @@ from torch.fx import symbolic_trace
 from lockstep.attach.attachment import session_of
 from lockstep.engines.torch.ranks import traced_steps
 from lockstep.engines.torch.traced import inductor, trace
-from lockstep.engines.torch.traced.inductor import COMPILED, Compilation
+from lockstep.engines.torch.traced.inductor import COMPILED, COMPILING, Compilation
 from tests.agreement import assert_equal, both
 
 X = np.random.default_rng(0).normal(size=(8, 4))
@@ -100,6 +100,30 @@ def test_a_line_says_when_compiled_steps_begin(monkeypatch, capsys):
     many = trained(monkeypatch, Immediate)
     assert runs_compiled(many) == [True]
     assert "\nlockstep: train steps are compiled from now on\n" in capsys.readouterr().out
+
+
+class FirstEnds(Immediate):
+    """The first one takes two looks: it is the form of a last batch, which comes rarely."""
+
+    made = 0
+
+    def __init__(self, module, inputs, ranks):
+        super().__init__(module, inputs, ranks)
+        type(self).made += 1
+        self.looks = 2 if self.made == 1 else 0
+
+    def state(self):
+        self.looks -= 1
+        return COMPILING if self.looks > 0 else COMPILED
+
+
+def test_a_form_that_does_not_come_again_keeps_no_other_one_from_being_compiled(monkeypatch):
+    monkeypatch.setattr(trace, "Compilation", FirstEnds)
+    _, many = both(network, 1)
+    many.jit_compile = True
+    for rows in (4, 4, 8, 8, 8):  # the graph of four rows runs once
+        many.train_on_batch(X[:rows], Y[:rows])
+    assert runs_compiled(many) == [False, True]
 
 
 class Wrong(Immediate):

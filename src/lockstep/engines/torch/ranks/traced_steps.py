@@ -29,7 +29,7 @@ class Trace:
         draws: Whether it draws from PyTorch's own random numbers.
         is_new: Whether it has not run yet.
         runs: How often it was asked for.
-        may_compile: Whether it may be compiled, and has not been yet.
+        may_compile: Whether it may be compiled, and nobody has decided yet.
         is_compiling: Whether the ranks compile it.
     """
 
@@ -115,8 +115,11 @@ class TracedSteps:
 
         It rounds in another order: this step is compared with one device once more.
         """
-        if any(each.is_compiling for each in self._traces.values() if each is not trace):
-            return
+        for other in self._traces.values():
+            if other.is_compiling and other is not trace:  # its form may not come again soon
+                other.is_compiling = self._runner.compiled_trace(other.number, batch) == COMPILING
+                if other.is_compiling:
+                    return
         state = self._runner.compiled_trace(trace.number, batch)
         trace.is_compiling = state == COMPILING
         if trace.is_compiling:
@@ -138,7 +141,7 @@ class TracedSteps:
             print(f"\nlockstep: {line}", flush=True)  # a bar leaves its line open
 
     def difference(self, kind: str, batch: Any, trace: Trace) -> Mismatch | None:
-        """Return in what a traced step parts from one device, `None` if it does not."""
+        """Return where a traced step differs from one device, `None` if it does not."""
         runner = self._runner
         computed = runner.tried_traced_step(trace.number, batch, draws=trace.draws)
         found = compared(self._model, kind, batch, computed, runner.tensors())
@@ -223,4 +226,4 @@ _MOST_IN_CALL = 8
 """Traces that one call makes, at most."""
 
 _RUNS = 16
-"""After as many runs a graph is compiled, and after as many again the ranks ask whether it is."""
+"""The number of runs after which compiling begins, and between two looks whether it has ended."""

@@ -25,7 +25,7 @@ from lockstep.engines.torch.traced.draws import NodeNumber, draw_in_order
 from lockstep.engines.torch.traced.graph import is_draw  # which registers the exchanges
 
 COMPILED, COMPILING = "", " "
-"""How a compilation stands. Any other text is why it failed. The greatest of all ranks counts."""
+"""The states of a compilation; any other text says why it failed. Ranks act on the greatest one."""
 
 
 def is_wanted() -> bool:
@@ -69,7 +69,7 @@ class Compilation:
         """Ends the process, and removes its files."""
 
     def state(self) -> str:
-        """Return how it stands: `COMPILING`, `COMPILED`, or why it failed."""
+        """Return `COMPILING`, `COMPILED`, or why the compilation failed."""
         if self.program is not None:
             return COMPILED
         status = self._process.poll()

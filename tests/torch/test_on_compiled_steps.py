@@ -96,12 +96,6 @@ def trained(monkeypatch, stands_for):
     return many
 
 
-def test_a_line_says_when_compiled_steps_begin(monkeypatch, capsys):
-    many = trained(monkeypatch, Immediate)
-    assert runs_compiled(many) == [True]
-    assert "\nlockstep: train steps are compiled from now on\n" in capsys.readouterr().out
-
-
 class FirstEnds(Immediate):
     """The first one takes two looks: it is the form of a last batch, which comes rarely."""
 
@@ -132,22 +126,8 @@ class Wrong(Immediate):
         return [each + 0.01 if each.is_floating_point() else each for each in found]
 
 
-def test_a_program_that_computes_something_else_is_left_out(monkeypatch, capsys):
-    many = trained(monkeypatch, Wrong)
-    assert runs_compiled(many) == [False]
-    line = "lockstep: train steps are not compiled: the value of 'loss' differs by"
-    assert line in capsys.readouterr().out
-
-
 class Refused(Immediate):
     answer = "there is no C++ compiler, such as g++"
-
-
-def test_a_line_says_why_steps_are_not_compiled(monkeypatch, capsys):
-    many = trained(monkeypatch, Refused)
-    assert runs_compiled(many) == [False]
-    line = "lockstep: train steps are not compiled: there is no C++ compiler, such as g++\n"
-    assert line in capsys.readouterr().out
 
 
 class Impossible(Compilation):
@@ -155,11 +135,25 @@ class Impossible(Compilation):
         raise OSError("No space left on device")
 
 
-def test_a_compilation_that_cannot_begin_is_a_reason(monkeypatch, capsys):
-    many = trained(monkeypatch, Impossible)
-    assert runs_compiled(many) == [False]
-    line = "lockstep: train steps are not compiled: No space left on device\n"
-    assert line in capsys.readouterr().out
+BEGIN = "train steps are compiled from now on\n"
+NOT = "train steps are not compiled: "
+
+
+@pytest.mark.parametrize(
+    ("stands_for", "is_used", "line"),
+    [
+        (Immediate, True, BEGIN),
+        (Wrong, False, f"{NOT}the value of 'loss' differs by"),
+        (Refused, False, f"{NOT}there is no C++ compiler, such as g++\n"),
+        (Impossible, False, f"{NOT}No space left on device\n"),
+    ],
+)
+def test_a_line_says_when_compiled_steps_begin_or_why_not(
+    monkeypatch, capsys, stands_for, is_used, line
+):
+    many = trained(monkeypatch, stands_for)
+    assert runs_compiled(many) == [is_used]
+    assert f"\nlockstep: {line}" in capsys.readouterr().out
 
 
 def test_the_variable_leaves_it_out(monkeypatch):

@@ -7,7 +7,10 @@ import torch
 from keras import layers, ops
 
 import lockstep
+from lockstep.engines.torch.ranks import traced_steps
+from lockstep.engines.torch.traced.trace import TracedStep
 from tests.every_backend.test_verify import data
+from tests.torch.test_on_traced_steps import X, Y, network
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +60,36 @@ def test_optimizers_that_build_themselves_in_the_first_step():
     fresh.build(made.parts[1].trainable_variables)
     for mine, theirs in zip(made.second.variables, fresh.variables, strict=True):
         np.testing.assert_array_equal(*map(ops.convert_to_numpy, (mine, theirs)))
+
+
+def test_a_model_with_jit_compile_is_verified_as_graphs():
+    made = network(layers.Dropout(0.3))
+    made.compile("adam", "mse", jit_compile=True)
+    found = lockstep.verify(made, (X, Y), devices=3, steps=3, batch_size=7)
+    assert found.equal, found.cause
+    assert found.notes == (
+        "With jit_compile=True, 2 of 3 steps on 3 devices ran as graphs, and the rest by Keras's "
+        "code.",
+    )
+    assert made.jit_compile
+    assert "no step on 3 devices ran" in lockstep.verify(made, (X, Y), 3, steps=1).notes[0]
+
+
+def test_a_wrong_graph_is_found(monkeypatch):
+    """Its own comparison with one device is left out here."""
+
+    def run(self, batch):
+        found = plain(self, batch)
+        return found._replace(values=[each * 1.001 for each in found.values])
+
+    plain = TracedStep.run
+    monkeypatch.setattr(TracedStep, "run", run)
+    monkeypatch.setattr(traced_steps, "is_checked", lambda: False)
+    made = network(optimizer="sgd")
+    made.jit_compile = True
+    found = lockstep.verify(made, (X, Y), devices=2, steps=3, batch_size=8)
+    assert found.verdict == "different"
+    assert found.first_step == 2
+    assert "verify the model without jit_compile=True" in found.cause
+    made.jit_compile = False
+    assert lockstep.verify(made, (X, Y), devices=2, steps=3, batch_size=8).equal

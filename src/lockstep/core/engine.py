@@ -341,6 +341,10 @@ class Probe(Protocol):
         """
         ...
 
+    def as_compiled(self) -> AbstractContextManager[object]:
+        """Within `precise`, have the model as `compile` has made it, to send it elsewhere."""
+        ...
+
     def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs.
 
@@ -350,6 +354,10 @@ class Probe(Protocol):
             batch: The batch.
             restart: Whether to trace the model again before the step, like a new process.
         """
+        ...
+
+    def remark(self) -> str | None:
+        """Return what a report is to say about how the steps since the last restart ran."""
         ...
 
     def inspect(

@@ -436,6 +436,11 @@ class SplitSession(TorchSession):
             return None
 
     @property
+    def graphs_run(self) -> int:
+        """How many steps ran as graphs."""
+        return self._runner.graphs_run
+
+    @property
     def losses(self) -> LossSharding:
         """How the losses and metrics of the model are computed."""
         return self._runner.losses

@@ -67,6 +67,7 @@ def compare(
         comparison = _Comparison(engine, model, probe, batches, layout, Path(folder), lowered)
         comparison.from_same_weights = from_same_weights
         comparison.run()
+        detach(model)
     found = Verification(
         backend=engine.name,
         devices=layout.devices,
@@ -114,6 +115,7 @@ class _Comparison:
     cause: str | None = None
     rounding: float | None = None
     not_finite_from: int | None = None
+    remark: str | None = None
 
     def __post_init__(self) -> None:
         self.names = self.layout.devices
@@ -138,6 +140,8 @@ class _Comparison:
             return
         self._place(self.names)
         self.differences = self._differences(self._on_several(), note_unsplit=True)
+        self.remark = self.probe.remark()
+        self.notes += filter(None, [self.remark])
         if _first_step(self.differences) is not None:
             self._explain()
         if self.cause is None:
@@ -167,6 +171,11 @@ class _Comparison:
                 self._compare_from_same_weights()
             self.first_step, self.first_layer, what = self._first_part(self.differences, self.names)
             self.cause = _cause(self.first_layer, what)
+            if what is None and self.remark is not None:
+                self.cause = (
+                    "By Keras's code, the layers and gradients of this step agree, but the runs "
+                    "differ. A graph of it may be wrong: verify the model without jit_compile=True."
+                )
 
     def _compare_from_same_weights(self) -> None:
         """Compare each step on several devices with that on one, from the weights of one."""
@@ -353,7 +362,8 @@ class _Comparison:
             )
         self._place(None)
         restore(self.model, self._start)
-        return compare_in_float64(compare, self.engine, self.model, self.batches, self.layout)
+        with self.probe.as_compiled():
+            return compare_in_float64(compare, self.engine, self.model, self.batches, self.layout)
 
     # --------------------------------------------------------------------------- runs
 
@@ -545,6 +555,7 @@ def untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterato
     """
     before = session_of(model)
     detach(model)
+    function = model.train_function
     start: Values = {}
     try:
         lowered = probe.build(batch)
@@ -555,6 +566,7 @@ def untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterato
         if start:
             restore(model, start)
             model.reset_metrics()
+        model.train_function = function
         if before is not None:
             attach(engine, model, before.layout)
 

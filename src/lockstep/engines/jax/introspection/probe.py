@@ -56,6 +56,10 @@ class JaxProbe:
 
         return shortest_cast(self._model, casts)
 
+    def as_compiled(self) -> AbstractContextManager[object]:
+        """Change nothing: several devices do not read `jit_compile`."""
+        return nullcontext()
+
     def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
         """Run one training step on a batch in the structure of `fit`, and return the logs."""
         if restart:
@@ -64,6 +68,9 @@ class JaxProbe:
         with CALLS.call("verify") if process_group.several() else nullcontext():
             logs = OnBatch(self._model).train(batch)
         return {name: np.asarray(value) for name, value in logs.items()}
+
+    def remark(self) -> None:
+        """Return `None`: every step runs as a compiled program."""
 
     def inspect(
         self, batches: Iterable[Any], *, layers: bool = True

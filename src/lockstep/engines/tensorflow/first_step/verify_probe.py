@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -74,11 +74,18 @@ class TensorFlowProbe:
 
         return shortest_cast(model, casts)
 
+    def as_compiled(self) -> AbstractContextManager[object]:
+        """Change nothing: several devices do not read `jit_compile`."""
+        return nullcontext()
+
     def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs."""
         if restart:
             self._model.make_train_function(force=True)
         return trained_once(self._model, batch)
+
+    def remark(self) -> None:
+        """Return `None`: every step runs as a graph."""
 
     def inspect(
         self, batches: Iterable[Any], *, layers: bool = True

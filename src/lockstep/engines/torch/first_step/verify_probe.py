@@ -1,20 +1,23 @@
 """For `verify`: records the layer outputs and the gradients of one training step on PyTorch."""
 
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import keras
 import torch
 
 from lockstep.attach.attachment import attachment_of
+from lockstep.core.patched import patched
 from lockstep.core.state import restore, snapshot, variables_of
+from lockstep.engines.torch.ranks.step_plans import is_asked_for
 from lockstep.engines.torch.same_model.settings import full_precision
 from lockstep.engines.torch.steps.replica import random_state, set_random_state
 from lockstep.engines.torch.steps.split_checks import why_custom
 from lockstep.engines.torch.steps.steps import recorded
 from lockstep.engines.torch.torch_compat import TorchDispatchMode, tree_leaves
-from lockstep.keras_compat import loss_of, takes_training
+from lockstep.errors import counted
+from lockstep.keras_compat import XLA, loss_of, takes_training
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.group import current
@@ -56,6 +59,8 @@ class TorchProbe:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._is_traced = False
+        self._steps = 0
 
     @contextmanager
     def precise(self) -> Iterator[None]:
@@ -66,7 +71,7 @@ class TorchProbe:
         """
         model = self._model
         before = model.jit_compile, random_state()
-        model.jit_compile = False
+        self._is_traced, model.jit_compile = is_asked_for(model), False
         try:
             if process_group.several():
                 with CALLS.call("verify"):
@@ -77,6 +82,10 @@ class TorchProbe:
         finally:
             model.jit_compile = before[0]
             set_random_state(before[1])
+
+    def as_compiled(self) -> AbstractContextManager[object]:
+        """Give the model its `jit_compile` again inside the context."""
+        return patched([(self._model, XLA, self._is_traced)])
 
     def build(self, batch: Any) -> str | None:
         """Build the model as `fit` does before its first step; return its casts from float64.
@@ -99,13 +108,34 @@ class TorchProbe:
     def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs.
 
-        After a restart, the random numbers of the first step are drawn again.
+        After a restart, the random numbers of the first step are drawn again. With
+        `jit_compile=True`, several devices run graphs, as in `fit`.
         """
-        if restart:
-            self._draw_again()
-            self._model.make_train_function(force=True)
-        with CALLS.call("verify") if process_group.several() else nullcontext():
-            return trained_once(self._model, batch)
+        model = self._model
+        with nullcontext() if self._session() is None else self.as_compiled():
+            if restart:
+                self._steps = 0
+                self._draw_again()
+                model.make_train_function(force=True)
+            self._steps += 1
+            with CALLS.call("verify") if process_group.several() else nullcontext():
+                return trained_once(model, batch)
+
+    def remark(self) -> str | None:
+        """Return how many steps ran as graphs, if `compile` was given `jit_compile=True`."""
+        session = self._session()
+        if session is None or not self._is_traced:
+            return None
+        graphs, devices = session.graphs_run, counted(len(session.devices), "device")
+        if not graphs:
+            return (
+                f"With jit_compile=True, no step on {devices} ran as a graph. A graph is made when "
+                "a batch has the form of an earlier one."
+            )
+        return (
+            f"With jit_compile=True, {graphs} of {counted(self._steps, 'step')} on {devices} ran "
+            "as graphs, and the rest by Keras's code."
+        )
 
     def inspect(
         self, batches: Iterable[Any], *, layers: bool = True
@@ -127,10 +157,8 @@ class TorchProbe:
         self._draw_again()
         variables = variables_of(self._model)
         before = [variable.value.detach().clone() for variable in variables]
-        attachment = attachment_of(self._model)
-        data = tensors(batch)
+        session, data = self._session(), tensors(batch)
         try:
-            session: Any = None if attachment is None else attachment.session
             seen = None if session is None else session.inspect(data)
             return self._alone(data) if seen is None else seen
         finally:
@@ -139,10 +167,13 @@ class TorchProbe:
 
     def _draw_again(self) -> None:
         set_random_state(self._random)
-        attachment = attachment_of(self._model)
-        if attachment is not None:
-            session: Any = attachment.session
+        session = self._session()
+        if session is not None:
             session.draw_together()
+
+    def _session(self) -> Any:
+        attachment = attachment_of(self._model)
+        return None if attachment is None else attachment.session
 
     def _alone(self, data: Any) -> dict[str, Any]:
         model = self._model

@@ -48,6 +48,7 @@ class StepRunner:
         unchecked: Whether the next step compares everything. Within `epoch`, only the first one
             does, unless code of the user may change the model.
         proofs_are_old: Whether a step has changed objects whose code was followed.
+        graphs_run: How many steps ran as graphs.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -55,6 +56,7 @@ class StepRunner:
         self.rank = peers.rank
         self.unchecked = True
         self.proofs_are_old = False
+        self.graphs_run = 0
         self._model = peers.rank.model
         self._changes = True
         self._draws = 0
@@ -293,6 +295,7 @@ class StepRunner:
             self._make_equal()
             result = self._traced(Rank.traced_step, number, batch, draws=draws)
             self._trained |= kind == "train"
+            self.graphs_run += 1
             self.peers.note_step()
         return result
 

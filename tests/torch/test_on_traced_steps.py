@@ -88,8 +88,21 @@ class Reads(layers.Layer):
 def test_a_value_that_python_reads_keeps_a_step_from_being_traced(how):
     many, reasons = fitted(lambda: network(Reads(how)), 1)
     (reason,) = reasons
+    assert "in the layer 'reads" in reason
     assert "test_on_traced_steps.py" in reason  # the line of the user's
     assert traces(many) == 0
+
+
+def test_a_metric_and_an_optimizer_that_read_values_are_named():
+    def build():
+        made = network(optimizer="nadam")
+        made.compile("nadam", "mse", metrics=[keras.metrics.BinaryIoU(name="iou")])
+        return made
+
+    many, (train,) = fitted(build, 1)
+    assert "Python reads the value of a tensor in the optimizer 'nadam" in train
+    with pytest.warns(NotTracedWarning, match="in the metric 'iou'"):
+        many.evaluate(X, Y > 0, batch_size=11, verbose=0)
 
 
 def test_a_trace_that_takes_too_long_is_given_up(monkeypatch):

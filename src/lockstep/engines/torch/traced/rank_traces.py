@@ -4,8 +4,10 @@ import hashlib
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
+import keras
 import torch
 
 from lockstep.engines.torch.exchange.group import PeerLost, RankGroup
@@ -120,7 +122,7 @@ class RankTraces:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a step could not be traced, and the line of the user's code, in one line."""
+    """Return why a step could not be traced, in which part, and the line of the user's code."""
     if isinstance(error, PeerLost):
         raise error
     place = ""
@@ -128,13 +130,14 @@ def _reason(error: Exception) -> str:
     own = [frame for frame in frames if not _is_of_library(frame.filename)]
     if own:
         place = f"{own[-1].filename}, line {own[-1].lineno}: {(own[-1].line or '').strip()}"
-    layers = [name for name in map(_layer_of, frames) if name]
+    parts = [part for frame, _ in traceback.walk_tb(error.__traceback__) if (part := _part(frame))]
     text = next((line for line in _lines(error) if line), type(error).__name__)
     if isinstance(error, Untraceable):
         return _short(text)
-    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__:
+    reads = "data-dependent" in text.lower() or "numpy() is not supported" in text
+    if reads or "DataDependent" in type(error).__name__:
         text = "Python reads the value of a tensor"
-    what = f"in {layers[-1]}" if layers else ""
+    what = f"in the {parts[-1]}" if parts else ""
     return " ".join(filter(None, [_short(text), what, f"({place})" if place else ""]))
 
 
@@ -151,8 +154,14 @@ def _short(text: str) -> str:
 _MOST = 160
 
 
-def _layer_of(frame: Any) -> str:
-    return frame.name if "/keras/src/layers/" in frame.filename else ""
+def _part(frame: FrameType) -> str:
+    """Return the part of the model whose method a frame runs, or ""."""
+    item: Any = frame.f_locals.get("self")
+    if isinstance(item, keras.Model):  # it runs all others
+        return ""
+    kinds = (keras.layers.Layer, keras.Loss, keras.Metric, keras.Optimizer)
+    kind = next((each for each in kinds if isinstance(item, each)), None)
+    return f"{kind.__name__.lower()} {item.name!r}" if kind is not None else ""
 
 
 def _is_of_library(path: str) -> bool:

@@ -360,12 +360,14 @@ class Probe(Protocol):
         """Return what a report is to say about how the steps since the last restart ran."""
         ...
 
-    def inspect(
+    def recorded(
         self, batches: Iterable[Any], *, layers: bool = True
-    ) -> Generator[tuple[dict[str, Any], dict[str, Any]], None, None]:
-        """Yield the layer outputs of each batch, in order, and the gradient of each variable.
+    ) -> Generator[list[dict[str, np.ndarray]], None, None]:
+        """Yield the sketches of what each replica computes of each batch.
 
-        A batch does not change the model. The caller may assign values between two batches.
+        They are of the outputs of layers, those inside nested models too, and of gradients; see
+        `engines/replicas/sketches.py`. A batch does not change the model, and its random numbers
+        are those of the first step. The caller may assign values between two batches.
 
         Args:
             batches: Batches in the structure that `fit` passes to a training step.

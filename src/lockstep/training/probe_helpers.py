@@ -64,15 +64,6 @@ def calls_watched(layers: list[Any], record: Record) -> Iterator[None]:
         yield
 
 
-def part_of(seen: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the entries of `seen` under `prefix/` as float64, sorted by name."""
-    found = {name: value for name, value in seen.items() if name.startswith(prefix)}
-    return {
-        name.removeprefix(f"{prefix}/"): np.asarray(value, "float64")
-        for name, value in sorted(found.items())
-    }
-
-
 def tensors(batch: Any) -> Any:
     """Return a batch of host arrays as tensors of the backend."""
     return keras.tree.map_structure(

@@ -32,19 +32,31 @@ def sketch(value: Any) -> Any:
     if "complex" in keras.backend.standardize_dtype(value.dtype):
         value = keras.ops.abs(value)
     entries = keras.ops.shape(value)[0] if len(value.shape) else 1
-    flat = keras.ops.cast(keras.ops.reshape(value, (entries, -1)), "float64")
-    size = keras.ops.shape(flat)[1]
+    return _numbers(keras.ops.cast(keras.ops.reshape(value, (entries, -1)), "float64"), keras.ops)
+
+
+def sketch_on_host(value: np.ndarray) -> np.ndarray:
+    """Return what `sketch` does, of an array: JAX may have no float64."""
+    value = np.abs(value) if np.iscomplexobj(value) else value
+    entries = len(value) if value.ndim else 1
+    numbers: np.ndarray = _numbers(value.reshape(entries, -1).astype("float64"), np)
+    return numbers
+
+
+def _numbers(flat: Any, ops: Any) -> Any:
+    """Return the numbers of the entries, a row each, by functions of `keras.ops` or NumPy."""
+    size = ops.shape(flat)[1]
     if isinstance(size, int) and size > _MOST:
         flat = flat[:, :: -(-size // _MOST)]
-        size = keras.ops.shape(flat)[1]
-    places = keras.ops.arange(size, dtype="float64")
+        size = ops.shape(flat)[1]
+    places = ops.arange(size, dtype="float64")
     sums = [
-        keras.ops.sqrt(keras.ops.sum(flat * flat, axis=1)),
-        keras.ops.sum(flat * keras.ops.cos(1.7 * places), axis=1),
-        keras.ops.sum(flat * keras.ops.sin(0.9 * places + 0.4), axis=1),
-        keras.ops.sum(keras.ops.ones_like(flat), axis=1) ** 0.5,
+        ops.sqrt(ops.sum(flat * flat, axis=1)),
+        ops.sum(flat * ops.cos(1.7 * places), axis=1),
+        ops.sum(flat * ops.sin(0.9 * places + 0.4), axis=1),
+        ops.sum(ops.ones_like(flat), axis=1) ** 0.5,
     ]
-    return keras.ops.stack(sums, axis=1)
+    return ops.stack(sums, axis=1)
 
 
 def has_entries(value: Any) -> bool:
@@ -195,6 +207,12 @@ def steady(one: Sketches, again: Sketches, bounds: Bounds) -> Sketches:
         and _distance(one[name], again.get(name), 10 * bounds.value) > 1
     }
     return {name: value for name, value in one.items() if name not in moved}
+
+
+def norms_of_gradients(replicas: list[Sketches]) -> dict[str, float]:
+    """Return the norm of the gradient of each variable, by its path."""
+    seen = max(replicas, key=len)
+    return {_path(name): float(seen[name][0, 0]) for name in _of(GRADIENT, seen)}
 
 
 def _of(kind: str, seen: Sketches) -> list[str]:

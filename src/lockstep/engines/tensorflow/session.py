@@ -49,7 +49,7 @@ from lockstep.engines.replicas.first_step import (
     states_of,
 )
 from lockstep.engines.replicas.object_states import ObjectStates
-from lockstep.engines.replicas.sketches import GRADIENT, LOG, Mismatch
+from lockstep.engines.replicas.sketches import GRADIENT, LOG, Mismatch, Sketches
 from lockstep.engines.tensorflow.branches.branch_steps import BranchSteps
 from lockstep.engines.tensorflow.branches.placed_variables import PlacedVariables
 from lockstep.engines.tensorflow.exchange.mirrored_variables import (
@@ -278,21 +278,12 @@ class TensorFlowSession(Session):
         if rows is None:
             return iterator, batches
 
-        def recorded(step: Callable[[Any], Any], some: Any, size: int) -> Computed:
-            recorded = RecordedSteps(model, is_custom=is_custom)
-            steps.watching = recorded.watching
-            try:
-                seen = recorded.run(step, some, signature_of(some, spec), size)
-            finally:
-                steps.watching = nullcontext
-            return seen, recorded.dtypes
-
         def alone(some: Any) -> Computed:
-            return recorded(partial(steps.on_first_device, name), some, 1)
+            return self._recorded(partial(steps.on_first_device, name), some, spec, 1, is_custom)
 
         def together(some: Any, count: int) -> Computed:
             with assertions_in_words():
-                return recorded(step, some, len(self.devices))
+                return self._recorded(step, some, spec, len(self.devices), is_custom)
 
         def distrust(found: Mismatch) -> str | None:
             if is_custom:
@@ -320,6 +311,26 @@ class TensorFlowSession(Session):
         if name in self._first_steps.alone:
             steps.run_alone(name, self._first_steps.alone[name])
         return iterator, batches
+
+    def recorded(self, batch: Any) -> list[Sketches]:
+        """Return the sketches of each replica of a training step without an update."""
+        is_custom = why_custom(self.model, "train_step") is not None
+        try:
+            size = len(self.devices)
+            return self._recorded(self.steps.train, batch, batch, size, is_custom)[0]
+        except ReplicasDiffer as found:
+            self.steps.run_alone_as_replicas_differ("train", str(found))
+            return self._recorded(self.steps.train, batch, batch, 1, is_custom)[0]
+
+    def _recorded(
+        self, step: Callable[[Any], Any], some: Any, spec: Any, size: int, is_custom: bool
+    ) -> Computed:
+        recorded = RecordedSteps(self.model, is_custom=is_custom)
+        self.steps.watching = recorded.watching
+        try:
+            return recorded.run(step, some, signature_of(some, spec), size), recorded.dtypes
+        finally:
+            self.steps.watching = nullcontext
 
     def _prepare(self, name: str, batch: Any) -> None:
         if why_custom(self.model, f"{name}_step") is None:

@@ -1,7 +1,7 @@
 """One model on PyTorch devices: its step functions, and what the loop needs of it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from lockstep.core.patched import patched
 from lockstep.core.state import bytes_of, named_variables, optimizers_of, variables_of
 from lockstep.core.status import STATUS_OF_PROCESS
 from lockstep.engines.replicas.first_step import is_checked
+from lockstep.engines.replicas.sketches import Sketches
 from lockstep.engines.torch.exchange.placement import (
     copies,
     move_model,
@@ -141,8 +142,8 @@ class TorchSession(Session):
         """Run a step on the next batch, given the function that runs it in this process."""
         return plain([next(batches)])
 
-    def inspect(self, batch: Any) -> Any:
-        """Return layer outputs and gradients of a step, `None` if this process runs it alone."""
+    def recorded(self, batch: Any) -> list[Sketches] | None:
+        """Return the sketches of each replica of a step, `None` if this process runs it alone."""
         return None
 
     def draw_together(self) -> None:
@@ -422,18 +423,16 @@ class SplitSession(TorchSession):
             runner.peers.take_first_values()
         return result
 
-    def inspect(self, batch: Any) -> Any:
-        """Return layer outputs and gradients of a step, `None` if this process runs it alone."""
+    def recorded(self, batch: Any) -> list[Sketches] | None:
+        """Return the sketches of each replica of a step, `None` if this process runs it alone."""
         if len(self.devices) == 1:
             return None
         self._runner.has_changed()
-        try:
+        with suppress(LeftOutUsed):
             reason, data, rows = self._plans.split("train", batch)
-            if reason is not None:
-                return None
-            return self._runner.step("inspect", data, rows, self._plans.plan(None))
-        except LeftOutUsed:
-            return None
+            if reason is None:
+                return self._runner.recorded("train", data, rows, self._plans.plan(None))[1]
+        return None
 
     @property
     def graphs_run(self) -> int:

@@ -16,6 +16,14 @@ from lockstep.attach.attachment import attach, detach, session_of
 from lockstep.core.engine import Engine, Probe
 from lockstep.core.layout import DataParallel
 from lockstep.core.state import Values, distance, optimizers_of, restore, rnn_states, snapshot
+from lockstep.engines.replicas.sketches import (
+    GRADIENT,
+    OUTPUT,
+    Bounds,
+    Sketches,
+    first_mismatch,
+    norms_of_gradients,
+)
 from lockstep.errors import UnsplitBatchWarning, counted
 from lockstep.keras_compat import computes_in_float64, layers_in, layers_not_in_float64
 from lockstep.processes import process_group
@@ -186,21 +194,20 @@ class _Comparison:
             self.same_weights = SameWeights(steps, *self._gradients())
 
     def _gradients(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the largest gradient of each trainable variable, on one device and on several.
+        """Return the largest norm of the gradient of each variable, on one device and on several.
 
         Each is that of all steps from the weights of one device. Variables that share a path are
-        left out, and so are those of a model with its own training step.
+        left out, and on JAX those of a model with its own training step.
         """
         known, found = self._trained(), []
         for devices, run in (self._alone, "one device"), (self.names, self._on_several()):
             self._place(devices)
             largest: dict[str, float] = {}
             with closing(
-                self.probe.inspect(self._each_by_itself(f"gradients, {run}"), layers=False)
-            ) as seen:
-                for _, gradients in seen:
-                    for name, value in gradients.items():
-                        size = float(np.max(np.abs(value), initial=0.0))
+                self.probe.recorded(self._each_by_itself(f"gradients, {run}"), layers=False)
+            ) as steps:
+                for replicas in steps:
+                    for name, size in norms_of_gradients(replicas).items():
                         largest[name] = float(np.maximum(largest.get(name, 0.0), size))
             found.append({name: size for name, size in largest.items() if name in known})
         return found[0], found[1]
@@ -261,7 +268,7 @@ class _Comparison:
                 return
             self.zero_gradients, self.behind_zero_gradients = zero, behind
         _, layer, what = self._first_part(self.differences, self.names)
-        if what == "activation":
+        if what == OUTPUT:
             self.cause = (
                 f"{said}. In float64, in another process, they agree. But from the same "
                 f"weights, the outputs of {layer!r} differ by more than 0.1, which is not "
@@ -477,17 +484,21 @@ class _Comparison:
         step = _first_step(differences)
         assert step is not None
 
-        def inspect(devices: tuple[str, ...] | None) -> tuple[Values, Values]:
+        batch = self.batches[step - 1]
+
+        def recorded(devices: tuple[str, ...] | None) -> list[Sketches]:
             self._place(devices)
             restore(self.model, self._before(step))
-            [seen] = self.probe.inspect([self.batches[step - 1]])
-            return seen
+            [replicas] = self.probe.recorded([batch])
+            return [_of_layers(each) for each in replicas]
 
-        several = devices == self.names and not self._double
-        layer, what = _first_apart(
-            inspect(self._alone), inspect(devices), within=0.1 if several else 10 * self._bound
-        )
-        return step, layer, what
+        within = 10 * self._bound
+        bounds = Bounds(within, 10 * within, within)
+        if devices == self.names and not self._double:
+            bounds = Bounds(0.1, 0.1, 0.1)
+        one = recorded(self._alone)[0]
+        found = first_mismatch(one, recorded(devices), rows_of(batch), bounds)
+        return (step, None, None) if found is None else (step, found.name, found.kind)
 
 
 def _reversed(rows: Any) -> Any:
@@ -511,13 +522,13 @@ def _unsteady(layer: str | None) -> str:
 
 
 def _cause(layer: str | None, what: str | None) -> str:
-    if what == "activation":
+    if what == OUTPUT:
         return (
             f"{_where(layer)}From the same weights and inputs, it gives a different result on "
             "several devices. It may read the number of devices, or state that is kept on a "
             "device."
         )
-    if what == "gradient":
+    if what == GRADIENT:
         return (
             f"The forward pass is the same; the gradient of {layer} is the first that differs. "
             "A possible cause is a custom gradient that depends on the devices."
@@ -534,16 +545,9 @@ def _where(layer: str | None) -> str:
     return f"The first layer that differs is {layer!r}. " if layer else ""
 
 
-def _first_apart(
-    one: tuple[Values, Values], other: tuple[Values, Values], within: float
-) -> tuple[str | None, str | None]:
-    """Return the first layer, or else gradient, that differs by more than rounding."""
-    for what, mine, theirs in zip(("activation", "gradient"), one, other, strict=True):
-        for name, value in mine.items():
-            scale = max(1.0, float(np.max(np.abs(value), initial=0.0)))
-            if name not in theirs or not distance(value, theirs[name]) <= within * scale:
-                return (name.partition("/")[2] if what == "activation" else name), what
-    return None, None
+def _of_layers(seen: Sketches) -> Sketches:
+    """Return what layers and gradients have computed, without logs and states."""
+    return {name: value for name, value in seen.items() if name.startswith((OUTPUT, GRADIENT))}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -18,13 +19,13 @@ from lockstep.engines.jax.jax_compat import programs_of
 from lockstep.engines.jax.session import forget_losses
 from lockstep.engines.jax.steps.cache import keep_programs
 from lockstep.engines.jax.steps.execution import State
+from lockstep.engines.replicas.sketches import GRADIENT, OUTPUT, Sketches, sketch_on_host
 from lockstep.keras_compat import is_rematerialized, take_jax_state, trainer_class
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.training.probe_helpers import (
     SHORT_FLOATS,
     build_symbolically,
-    part_of,
     shortest_cast,
     tensors,
     watched_layers,
@@ -72,31 +73,25 @@ class JaxProbe:
     def remark(self) -> None:
         """Return `None`: every step runs as a compiled program."""
 
-    def inspect(
+    def recorded(
         self, batches: Iterable[Any], *, layers: bool = True
-    ) -> Generator[tuple[dict[str, Any], dict[str, Any]], None, None]:
-        """Yield the output of each layer, in order, and the gradient of each variable.
-
-        The layers are those of the model and of nested models. A model with its own `train_step`
-        has no gradients here.
-        """
+    ) -> Generator[list[Sketches], None, None]:
+        """Yield the sketches of the global batch; a `train_step` of its own has no gradients."""
         model = self._model
         try:
-            step = patched([(model, "train_step", partial(self._inspected_step, layers))])
+            step = patched([(model, "train_step", partial(self._recorded_step, layers))])
             session: Any = session_of(model)
             # The outputs of layers cannot leave the loop over micro-batches.
             at_once = nullcontext() if session is None else session.all_rows_at_once()
             with step, at_once:
                 model.make_train_function(force=True)
                 for batch in batches:
-                    seen = self.train(batch)
-                    yield part_of(seen, "activation"), part_of(seen, "gradient")
+                    seen = sorted(self.train(batch).items())
+                    yield [{name: sketch_on_host(value) for name, value in seen if value.size}]
         finally:
             model.make_train_function(force=True)
 
-    def _inspected_step(
-        self, layers: bool, state: State, data: Any
-    ) -> tuple[dict[str, Any], State]:
+    def _recorded_step(self, layers: bool, state: State, data: Any) -> tuple[dict[str, Any], State]:
         # keras/src/backend/jax/trainer.py, JAXTrainer.train_step
         model = self._model
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -123,9 +118,10 @@ class JaxProbe:
             # A custom train_step may use the layers in any way and leave `call` undefined.
             with _recorded(model) as activations, suppress(Exception):
                 model.stateless_call(trainable, non_trainable, x, training=True)
-        seen = {f"activation/{name}": value for name, value in activations.items() if layers}
+        seen = activations if layers else {}
         for variable, gradient in zip(model.trainable_variables, gradients, strict=False):
-            seen[f"gradient/{variable.path}"] = gradient
+            count = sum(name.endswith(f"/{variable.path}") for name in seen)
+            seen[f"{GRADIENT}/{count:03d}/{variable.path}"] = jnp.reshape(gradient, (1, -1))
         return seen, state
 
 
@@ -156,12 +152,13 @@ def _recorded(model: Any) -> Iterator[dict[str, Any]]:
             for output in keras.tree.flatten(outputs):
                 if isinstance(output, jax.Array):
                     # JAX sorts the keys of a dict: the number keeps the order.
-                    seen[f"{len(seen):05d}/{layer.path}"] = output
+                    seen[f"{OUTPUT}/{len(seen):05d}/{numbers[id(layer)]}/{layer.path}"] = output
             return outputs
 
         return record
 
     # What is computed again in the backward pass cannot leave it.
+    numbers = {id(layer): number for number, layer in enumerate(watched_layers(model))}
     layers = [layer for layer in watched_layers(model) if not is_rematerialized(layer)]
     with patched([(layer, "call", recording(layer)) for layer in layers]):
         yield seen

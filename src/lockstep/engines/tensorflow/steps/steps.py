@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import keras
@@ -144,23 +143,9 @@ class Steps:
         """Return the predictions for a global batch."""
         return self._step("predict_step", data, self._predict)
 
-    def inspect(self, data: Any, watch: Any, alone: Any) -> Any:
-        """Return the values that `watch` records in a training step, and the gradients.
-
-        The step does not apply the gradients.
-
-        Args:
-            data: A batch.
-            watch: Takes a function that gathers an output over all replicas. Returns a
-                context manager that yields a function, which returns the recorded values.
-            alone: The step to run if the first device runs every batch alone.
-        """
-        return self._step("train_step", data, partial(self._inspect, watch=watch), alone)
-
-    def _step(self, name: str, data: Any, split: Any, whole: Any = None) -> Any:
+    def _step(self, name: str, data: Any, split: Any) -> Any:
         model = self._model
-        inspects = whole is not None
-        whole = whole or getattr(model, name)
+        whole = getattr(model, name)
         if self._strategy.num_replicas_in_sync == 1:
             return self._whole(whole, data)
         if isinstance(whole, tf.types.experimental.PolymorphicFunction):
@@ -171,7 +156,7 @@ class Steps:
             plan, reasons = self._plan(data, training=name == "train_step")
             reason = unsplit_reason(model, plan, reasons, data)
         ready = is_ready_for_custom_step(model, name.removesuffix("_step"))
-        if reason is not None and not (inspects or name in self._not_alike or model.run_eagerly):
+        if reason is not None and not (name in self._not_alike or model.run_eagerly):
             if name == "predict_step":
                 makes_variables = False
             else:  # the first batch makes them, and TensorFlow traces it twice
@@ -297,29 +282,6 @@ class Steps:
 
         parts = team.run(step, shards)
         return keras.tree.map_structure(lambda *shards: tf.concat(shards, axis=0), *parts)
-
-    def _inspect(self, team: ReplicaGroup, values: LossSharding, data: Any, *, watch: Any) -> Any:
-        model = self._model
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        shards, rows_of = _split(x, team.size)
-
-        def whole(output: Any) -> Any:
-            replica = team.current()
-            if replica is None or output.shape.rank == 0 or output.shape[0] is not None:
-                return output
-            return tf.concat(replica.exchange(replica.true_rows(output, "a layer's output")), 0)
-
-        with watch(whole) as seen:
-
-            def step(replica: TracedReplica) -> Any:
-                with tf.GradientTape() as tape:
-                    y_pred = self._outputs(replica, values, rows_of[replica.index], training=True)
-                    loss = self._loss(replica, x, y, y_pred, sample_weight, training=True)
-                    share = loss / team.size
-                gradients = tape.gradient(share, model.trainable_weights)
-                return seen(), replica.sum_gradients(gradients)
-
-            return team.run(step, shards)[0]
 
     def _forward(self, x: Any, *, training: bool) -> Any:
         if takes_training(self._model):

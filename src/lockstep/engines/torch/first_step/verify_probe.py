@@ -1,30 +1,33 @@
-"""For `verify`: records the layer outputs and the gradients of one training step on PyTorch."""
+"""For `verify`: trains and records steps of one model on PyTorch."""
 
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-import keras
 import torch
 
 from lockstep.attach.attachment import attachment_of
 from lockstep.core.patched import patched
-from lockstep.core.state import restore, snapshot, variables_of
+from lockstep.core.state import restore, snapshot
+from lockstep.engines.replicas.first_step import watched
+from lockstep.engines.replicas.sketches import Sketches
+from lockstep.engines.torch.first_step.first_step import recorded_step, stock_step
 from lockstep.engines.torch.ranks.step_plans import is_asked_for
 from lockstep.engines.torch.same_model.settings import full_precision
+from lockstep.engines.torch.steps.layers import copied_states
 from lockstep.engines.torch.steps.replica import random_state, set_random_state
 from lockstep.engines.torch.steps.split_checks import why_custom
-from lockstep.engines.torch.steps.steps import recorded
 from lockstep.engines.torch.torch_compat import TorchDispatchMode, tree_leaves
 from lockstep.errors import counted
-from lockstep.keras_compat import XLA, loss_of, takes_training
+from lockstep.keras_compat import XLA
 from lockstep.processes import process_group
 from lockstep.processes.call_scope import CALLS
 from lockstep.processes.group import current
 from lockstep.training.probe_helpers import (
     SHORT_FLOATS,
     build_symbolically,
-    part_of,
+    calls_watched,
     shortest_cast,
     tensors,
     trained_once,
@@ -137,33 +140,27 @@ class TorchProbe:
             "as graphs, and the rest by Keras's code."
         )
 
-    def inspect(
+    def recorded(
         self, batches: Iterable[Any], *, layers: bool = True
-    ) -> Generator[tuple[dict[str, Any], dict[str, Any]], None, None]:
-        """Yield the output of each layer, in order, and the gradient of each variable.
-
-        Layers inside nested models are included. A model with its own `train_step` has no
-        gradients here. The random numbers of each batch are those of the first step.
-        """
+    ) -> Generator[list[Sketches], None, None]:
+        """Yield the sketches of each replica; see `Probe`."""
+        model = self._model
         for batch in batches:
-            seen = {
-                name: keras.ops.convert_to_numpy(value)
-                for name, value in self._seen(batch).items()
-                if layers or name.startswith("gradient/")
-            }
-            yield part_of(seen, "activation"), part_of(seen, "gradient")
-
-    def _seen(self, batch: Any) -> dict[str, Any]:
-        self._draw_again()
-        variables = variables_of(self._model)
-        before = [variable.value.detach().clone() for variable in variables]
-        session, data = self._session(), tensors(batch)
-        try:
-            seen = None if session is None else session.inspect(data)
-            return self._alone(data) if seen is None else seen
-        finally:
-            for variable, value in zip(variables, before, strict=True):
-                variable.assign(value)
+            self._draw_again()
+            session, data = self._session(), tensors(batch)
+            several = None if session is None else session.recorded(data)
+            if several is not None:
+                yield several
+                continue
+            is_custom = why_custom(model, "train") is not None
+            with copied_states(model):
+                one = recorded_step(
+                    model,
+                    partial(stock_step, model, "train", data),
+                    is_custom=is_custom,
+                    watch=partial(calls_watched, watched(model)) if is_custom else None,
+                )
+            yield [one.sketches()]
 
     def _draw_again(self) -> None:
         set_random_state(self._random)
@@ -174,21 +171,3 @@ class TorchProbe:
     def _session(self) -> Any:
         attachment = attachment_of(self._model)
         return None if attachment is None else attachment.session
-
-    def _alone(self, data: Any) -> dict[str, Any]:
-        model = self._model
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        options = {"training": True} if takes_training(model) else {}
-        with recorded(model, lambda output: output) as seen:
-            if why_custom(model, "train") is not None:
-                # Such a model may call its layers in any way, and leave `call` undefined.
-                with suppress(Exception):
-                    model(x, **options)
-                return seen
-            y_pred = model(x, **options)
-            model.zero_grad()
-            loss_of(model, x, y, y_pred, sample_weight, training=True).backward()
-        for variable in model.trainable_variables:
-            if variable.value.grad is not None:
-                seen[f"gradient/{variable.path}"] = variable.value.grad
-        return seen

@@ -157,7 +157,7 @@ class StepRunner:
         """Run one step on all devices, and return the logs or predictions.
 
         Args:
-            kind: `"train"`, `"test"`, `"predict"` or `"inspect"`; see `run_step`.
+            kind: `"train"`, `"test"` or `"predict"`; see `run_step`.
             data: Inputs, targets and sample weights: tensors, or `None`.
             rows: The number of rows of the batch.
             plan: How each rank runs layers and losses.

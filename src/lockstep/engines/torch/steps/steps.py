@@ -16,14 +16,13 @@ import torch
 from lockstep.core.held_signals import HeldSignals
 from lockstep.engines.torch.exchange.placement import copies_on
 from lockstep.engines.torch.sharded.sharded_updates import update
-from lockstep.engines.torch.sharded.sharded_variables import STEP, is_sharded, whole_gradients
+from lockstep.engines.torch.sharded.sharded_variables import STEP, is_sharded
 from lockstep.engines.torch.steps.layers import ReplicaPlan, copied_states
 from lockstep.engines.torch.steps.loss_sharding import LossSharding, Outputs
 from lockstep.engines.torch.steps.micro_batches import call_in_parts
 from lockstep.engines.torch.steps.replica import Replica
 from lockstep.engines.torch.steps.rows import gathered, leave
 from lockstep.keras_compat import stored_value, takes_training
-from lockstep.training.probe_helpers import watched_layers
 
 
 def run_step(
@@ -32,7 +31,7 @@ def run_step(
     """Run one step on a global batch.
 
     Args:
-        kind: `"train"`, `"test"` or `"predict"`; or `"inspect"`, which trains without an update.
+        kind: `"train"`, `"test"` or `"predict"`.
         model: The model, with the same variables on every replica.
         plan: The plan for the model.
         losses: How its losses and metrics are computed.
@@ -40,13 +39,10 @@ def run_step(
         data: Inputs, targets and sample weights of the whole batch.
 
     Returns:
-        The logs or predictions, the same on every replica. `"inspect"` gives the outputs of the
-        layers and the gradients.
+        The logs or predictions, the same on every replica.
     """
     if kind == "train":
         return _train(model, plan, losses, replica, data)
-    if kind == "inspect":
-        return _inspect(model, plan, losses, replica, data)
     with torch.no_grad():
         if kind == "test":
             return _test(model, plan, losses, replica, data)
@@ -90,26 +86,6 @@ def _update(model: Any, replica: Replica, gradients: list[Any], weights: list[An
             run()
 
 
-def _inspect(
-    model: Any, plan: ReplicaPlan, losses: LossSharding, replica: Replica, data: Any
-) -> Any:
-    def whole(output: Any) -> Any:
-        name = "A layer's output"
-        return gathered(leave(output.detach(), replica, name)) if output.ndim else output
-
-    weights = model.trainable_weights
-    with replica.shards.read_by(STEP):
-        with recorded(model, whole) as seen:
-            outputs = _outputs(model, plan, replica, data, training=True)
-        loss = _global_loss(model, losses, outputs, data)
-        gradients = _backward(weights, replica, loss) if weights else []
-        gradients = whole_gradients(weights, gradients)
-    for weight, gradient in zip(weights, gradients, strict=True):
-        if gradient is not None:
-            seen[f"gradient/{weight.path}"] = gradient
-    return seen
-
-
 def _global_loss(model: Any, losses: LossSharding, outputs: Outputs, data: Any) -> Any:
     """Return the loss of the global batch, or what has this loss as its mean over the replicas."""
     model.zero_grad()
@@ -125,25 +101,6 @@ def _backward(weights: list[Any], replica: Replica, loss: Any) -> list[Any]:
     with replica.summed_gradients(parameters):
         (loss / replica.size).backward()
     return [stored_value(weight).grad for weight in weights]
-
-
-@contextmanager
-def recorded(model: Any, whole: Callable[[Any], Any]) -> Iterator[dict[str, Any]]:
-    """Record the outputs of a model's layers in this context, in the order of the calls.
-
-    Args:
-        model: The model.
-        whole: Returns an output for the global batch, given one of this replica.
-    """
-    seen: dict[str, Any] = {}
-
-    def record(layer: Any, arguments: Any, outputs: Any) -> None:
-        for output in keras.tree.flatten(outputs):
-            if isinstance(output, torch.Tensor):
-                seen[f"activation/{len(seen):05d}/{layer.path}"] = whole(output)
-
-    with watching(watched_layers(model), record):
-        yield seen
 
 
 @contextmanager

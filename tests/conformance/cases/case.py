@@ -100,6 +100,10 @@ class Case:
     make_plain: Callable | None = None
     sizes: Callable = lambda sizes: sizes
 
+    def __reduce__(self):
+        """A table of cases is no state of a model's code: it would go to each worker, each step."""
+        raise TypeError("a case stays in the process of the tests")
+
 
 def play(case, distribute=None, *, before=None, sizes=RAGGED):
     """Everything a user could compare, by name, after one run of a case.

@@ -219,6 +219,10 @@ def _wrong_devices() -> bool:
     return bool(wrong)
 
 
+_rehearse = click.option(
+    "--rehearse", is_flag=True, help="Rehearse on this number of virtual CPU devices."
+)
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 _micro_batch_size = click.option(
     "--micro-batch-size",
     type=click.IntRange(min=1),
@@ -240,7 +244,7 @@ _micro_batch_size = click.option(
     "--batch-size", type=click.IntRange(min=1), help="Rows of a batch, if the data are arrays."
 )
 @_micro_batch_size
-@click.option("--rehearse", is_flag=True, help="Rehearse on this number of virtual CPU devices.")
+@_rehearse
 @click.option(
     "--float64", is_flag=True, help="Build the model in float64. Equal means at most 1e-10 apart."
 )
@@ -251,7 +255,7 @@ _micro_batch_size = click.option(
     type=click.Choice([REPLICATED, SHARDED]),
     help="How weights and optimizer slots are laid out.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@_as_json
 def verify(
     target: str,
     devices: str | None,
@@ -338,8 +342,8 @@ def _rehearsal_by_option(devices: str | None = None) -> Iterator[None]:
     "--batch-size", type=click.IntRange(min=1), help="Rows of a batch, if the data are arrays."
 )
 @_micro_batch_size
-@click.option("--rehearse", is_flag=True, help="Rehearse on this number of virtual CPU devices.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@_rehearse
+@_as_json
 def bench(
     target: str,
     devices: str,
@@ -400,7 +404,7 @@ def _counts(devices: str) -> list[int]:
     "--largest-batch", is_flag=True, help="Search for the largest batch that fits. Takes longer."
 )
 @click.option("--mixed-precision", is_flag=True, help="Add table rows for mixed_bfloat16.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@_as_json
 def plan(
     target: str,
     devices: str,

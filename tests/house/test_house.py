@@ -200,7 +200,7 @@ def test_an_engine_answers_few_questions():
         for name in {**vars(kind), **vars(kind).get("__annotations__", {})}
         if not name.startswith("_")
     ]
-    assert {"name", "session", "epoch", "inspect"} <= set(asked), "the members are seen"
+    assert {"name", "session", "epoch", "recorded"} <= set(asked), "the members are seen"
     assert len(asked) <= 26, asked
 
 

@@ -4,7 +4,7 @@ import difflib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -142,10 +142,6 @@ class Placement(Report):
     weights: dict[str, int]
     optimizer: dict[str, int]
     layers: tuple["PlacedLayer", ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the same as plain lists, numbers and strings."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """The whole table."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,10 +77,6 @@ class RunReport(Report):
     needs: tuple[str, ...]
     checkpoints: tuple[SavedState, ...]
     command: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the same as plain lists, numbers and strings."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """The newest checkpoint, and the command that exports it."""

@@ -334,15 +334,12 @@ class Probe(Protocol):
         """
         ...
 
-    def precise(self) -> AbstractContextManager[object]:
+    def precise(self) -> AbstractContextManager[list[str]]:
         """Compute matrix products in the full precision of their type inside the context.
 
-        Several processes draw the random numbers of the first one.
+        Several processes draw the random numbers of the first one. The context gives a list, in
+        which `train` keeps what a report is to say about how the steps since a restart ran.
         """
-        ...
-
-    def as_compiled(self) -> AbstractContextManager[object]:
-        """Within `precise`, have the model as `compile` has made it, to send it elsewhere."""
         ...
 
     def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
@@ -354,10 +351,6 @@ class Probe(Protocol):
             batch: The batch.
             restart: Whether to trace the model again before the step, like a new process.
         """
-        ...
-
-    def remark(self) -> str | None:
-        """Return what a report is to say about how the steps since the last restart ran."""
         ...
 
     def recorded(

@@ -8,7 +8,8 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,9 +51,9 @@ class Report(ABC):
     def show(self, console: Console) -> None:
         """Print the whole report on a rich console."""
 
-    @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain lists, numbers and strings."""
+        """Return the report, which is a data class, as plain lists, numbers and strings."""
+        return asdict(cast(Any, self))
 
     def as_json(self) -> str:
         """Return the report as JSON; a number that is not finite is the string "inf" or "nan"."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import tokenize
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from lockstep.core.report import Report
 from lockstep.errors import UnreadableFile, counted, printable
@@ -154,10 +154,6 @@ class ScriptInspection(Report):
 
     path: str
     changes: tuple[Change, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the same as plain lists, numbers and strings."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """How many places have to change."""

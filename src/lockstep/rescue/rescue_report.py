@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lockstep.core.report import Report, print_table
 from lockstep.errors import counted, printable
@@ -55,10 +55,6 @@ class Rescued(Report):
     compiled: bool
     difference: float | None
     notes: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the same as plain lists, numbers and strings."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """Where the weights are now, and whether each holds the old numbers."""
@@ -146,10 +142,6 @@ class Inspection(Report):
     arrays: tuple[Entry, ...] = ()
     needs: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the same as plain lists, numbers and strings."""
-        return asdict(self)
 
     def __str__(self) -> str:
         """What the file is, and the command that makes it usable."""

@@ -47,7 +47,6 @@ from lockstep.engines.torch.ranks.step_plans import (
     BY_ROWS,
     ON_WHOLE_BATCH,
     StepPlans,
-    is_asked_for,
 )
 from lockstep.engines.torch.ranks.step_runner import StepRunner
 from lockstep.engines.torch.sharded.sharded_variables import (
@@ -58,7 +57,7 @@ from lockstep.engines.torch.sharded.sharded_variables import (
 from lockstep.engines.torch.steps.layers import copied_states
 from lockstep.engines.torch.steps.loss_sharding import LossSharding
 from lockstep.engines.torch.steps.replica import OtherRows
-from lockstep.engines.torch.steps.split_checks import rows_of, unpacked, why_custom
+from lockstep.engines.torch.steps.split_checks import is_asked_for, rows_of, unpacked, why_custom
 from lockstep.errors import (
     LayoutConflict,
     UnsupportedBackend,

@@ -70,12 +70,13 @@ def compare(
         tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder,
         untouched(engine, model, probe, batches[0]) as lowered,
         process_group.values_of_first(model),
-        probe.precise(),
+        probe.precise() as remarks,
     ):
-        comparison = _Comparison(engine, model, probe, batches, layout, Path(folder), lowered)
+        comparison = _Comparison(
+            engine, model, probe, batches, layout, Path(folder), lowered, remarks
+        )
         comparison.from_same_weights = from_same_weights
         comparison.run()
-        detach(model)
     found = Verification(
         backend=engine.name,
         devices=layout.devices,
@@ -112,6 +113,7 @@ class _Comparison:
     layout: DataParallel
     folder: Path
     lowered: str | None
+    remarks: list[str]
     from_same_weights: bool = False
     same_weights: SameWeights | None = None
     zero_gradients: tuple[str, ...] = ()
@@ -123,7 +125,7 @@ class _Comparison:
     cause: str | None = None
     rounding: float | None = None
     not_finite_from: int | None = None
-    remark: str | None = None
+    was_traced: bool = False
 
     def __post_init__(self) -> None:
         self.names = self.layout.devices
@@ -148,8 +150,8 @@ class _Comparison:
             return
         self._place(self.names)
         self.differences = self._differences(self._on_several(), note_unsplit=True)
-        self.remark = self.probe.remark()
-        self.notes += filter(None, [self.remark])
+        self.notes += self.remarks
+        self.was_traced = bool(self.remarks)
         if _first_step(self.differences) is not None:
             self._explain()
         if self.cause is None:
@@ -179,7 +181,7 @@ class _Comparison:
                 self._compare_from_same_weights()
             self.first_step, self.first_layer, what = self._first_part(self.differences, self.names)
             self.cause = _cause(self.first_layer, what)
-            if what is None and self.remark is not None:
+            if what is None and self.was_traced:
                 self.cause = (
                     "By Keras's code, the layers and gradients of this step agree, but the runs "
                     "differ. A graph of it may be wrong: verify the model without jit_compile=True."
@@ -369,8 +371,7 @@ class _Comparison:
             )
         self._place(None)
         restore(self.model, self._start)
-        with self.probe.as_compiled():
-            return compare_in_float64(compare, self.engine, self.model, self.batches, self.layout)
+        return compare_in_float64(compare, self.engine, self.model, self.batches, self.layout)
 
     # --------------------------------------------------------------------------- runs
 
@@ -419,6 +420,7 @@ class _Comparison:
 
     def _place(self, devices: tuple[str, ...] | None) -> None:
         """Put the model on these devices, or back to stock Keras."""
+        self.model.train_function = None  # else it is made, and maybe compiled, for nobody
         detach(self.model)
         if devices is not None:
             layout = DataParallel(devices, self.layout.state)
@@ -566,6 +568,7 @@ def untouched(engine: Engine, model: Any, probe: Probe, batch: Batch) -> Iterato
         start = snapshot(model)
         yield lowered
     finally:
+        model.train_function = None
         detach(model)
         if start:
             restore(model, start)

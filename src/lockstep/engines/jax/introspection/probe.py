@@ -1,7 +1,7 @@
 """A view into one training step on JAX: the layer outputs and the gradients."""
 
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from lockstep.processes.call_scope import CALLS
 from lockstep.training.probe_helpers import (
     SHORT_FLOATS,
     build_symbolically,
+    calls_watched,
     shortest_cast,
     tensors,
     watched_layers,
@@ -38,14 +39,15 @@ class JaxProbe:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def precise(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def precise(self) -> Iterator[list[str]]:
         """Use full float32 precision in matrix products, which GPUs do not by default.
 
         A step that is traced again is not compiled again, where its program is the same.
         """
         keep_programs()
-        precise: AbstractContextManager[object] = jax.default_matmul_precision("highest")
-        return precise
+        with jax.default_matmul_precision("highest"):
+            yield []
 
     def build(self, batch: Any) -> str | None:
         """Build the model as `fit` does before its first step; return its casts from float64."""
@@ -57,10 +59,6 @@ class JaxProbe:
 
         return shortest_cast(self._model, casts)
 
-    def as_compiled(self) -> AbstractContextManager[object]:
-        """Change nothing: several devices do not read `jit_compile`."""
-        return nullcontext()
-
     def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
         """Run one training step on a batch in the structure of `fit`, and return the logs."""
         if restart:
@@ -69,9 +67,6 @@ class JaxProbe:
         with CALLS.call("verify") if process_group.several() else nullcontext():
             logs = OnBatch(self._model).train(batch)
         return {name: np.asarray(value) for name, value in logs.items()}
-
-    def remark(self) -> None:
-        """Return `None`: every step runs as a compiled program."""
 
     def recorded(
         self, batches: Iterable[Any], *, layers: bool = True
@@ -144,21 +139,14 @@ def _recorded(model: Any) -> Iterator[dict[str, Any]]:
     """Record the outputs of a model's layers in this context, in the order of the calls."""
     seen: dict[str, Any] = {}
 
-    def recording(layer: Any) -> Any:
-        call = layer.call
-
-        def record(*args: Any, **kwargs: Any) -> Any:
-            outputs = call(*args, **kwargs)
-            for output in keras.tree.flatten(outputs):
-                if isinstance(output, jax.Array):
-                    # JAX sorts the keys of a dict: the number keeps the order.
-                    seen[f"{OUTPUT}/{len(seen):05d}/{numbers[id(layer)]}/{layer.path}"] = output
-            return outputs
-
-        return record
+    def record(layer: Any, arguments: Any, outputs: Any) -> None:
+        for output in keras.tree.flatten(outputs):
+            if isinstance(output, jax.Array):
+                # JAX sorts the keys of a dict: the number keeps the order.
+                seen[f"{OUTPUT}/{len(seen):05d}/{numbers[id(layer)]}/{layer.path}"] = output
 
     # What is computed again in the backward pass cannot leave it.
     numbers = {id(layer): number for number, layer in enumerate(watched_layers(model))}
     layers = [layer for layer in watched_layers(model) if not is_rematerialized(layer)]
-    with patched([(layer, "call", recording(layer)) for layer in layers]):
+    with calls_watched(layers, record):
         yield seen

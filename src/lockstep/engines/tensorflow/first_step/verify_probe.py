@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -29,14 +29,14 @@ class TensorFlowProbe:
         self._model = model
 
     @contextmanager
-    def precise(self) -> Iterator[None]:
+    def precise(self) -> Iterator[list[str]]:
         """Use full-precision matrix products and no XLA, as several devices run without XLA."""
         model, config = self._model, tf.config.experimental
         before = config.tensor_float_32_execution_enabled(), model.jit_compile
         config.enable_tensor_float_32_execution(False)
         model.jit_compile = False
         try:
-            yield
+            yield []
         finally:
             config.enable_tensor_float_32_execution(before[0])
             model.jit_compile = before[1]
@@ -66,18 +66,11 @@ class TensorFlowProbe:
 
         return shortest_cast(model, casts)
 
-    def as_compiled(self) -> AbstractContextManager[object]:
-        """Change nothing: several devices do not read `jit_compile`."""
-        return nullcontext()
-
     def train(self, batch: Any, *, restart: bool = False) -> dict[str, Any]:
         """Train one step on a batch in the structure of `fit`, and return the logs."""
         if restart:
             self._model.make_train_function(force=True)
         return trained_once(self._model, batch)
-
-    def remark(self) -> None:
-        """Return `None`: every step runs as a graph."""
 
     def recorded(
         self, batches: Iterable[Any], *, layers: bool = True

@@ -1,7 +1,7 @@
 """For `verify`: trains and records steps of one model on PyTorch."""
 
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,10 @@ from lockstep.core.state import restore, snapshot
 from lockstep.engines.replicas.first_step import watched
 from lockstep.engines.replicas.sketches import Sketches
 from lockstep.engines.torch.first_step.first_step import recorded_step, stock_step
-from lockstep.engines.torch.ranks.step_plans import is_asked_for
 from lockstep.engines.torch.same_model.settings import full_precision
 from lockstep.engines.torch.steps.layers import copied_states
 from lockstep.engines.torch.steps.replica import random_state, set_random_state
-from lockstep.engines.torch.steps.split_checks import why_custom
+from lockstep.engines.torch.steps.split_checks import is_asked_for, why_custom
 from lockstep.engines.torch.torch_compat import TorchDispatchMode, tree_leaves
 from lockstep.errors import counted
 from lockstep.keras_compat import XLA
@@ -62,33 +61,26 @@ class TorchProbe:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._is_traced = False
+        self._remarks: list[str] = []
         self._steps = 0
 
     @contextmanager
-    def precise(self) -> Iterator[None]:
-        """Use full-precision matrix products and no `torch.compile`, as several devices do.
+    def precise(self) -> Iterator[list[str]]:
+        """Use full-precision matrix products, as several devices do.
 
         Several processes draw the random numbers of the first one. At the end, the state of
         PyTorch's random numbers is put back.
         """
-        model = self._model
-        before = model.jit_compile, random_state()
-        self._is_traced, model.jit_compile = is_asked_for(model), False
+        before = random_state()
         try:
             if process_group.several():
                 with CALLS.call("verify"):
                     current().share_random_state()
             self._random = random_state()
             with full_precision():
-                yield
+                yield self._remarks
         finally:
-            model.jit_compile = before[0]
-            set_random_state(before[1])
-
-    def as_compiled(self) -> AbstractContextManager[object]:
-        """Give the model its `jit_compile` again inside the context."""
-        return patched([(self._model, XLA, self._is_traced)])
+            set_random_state(before)
 
     def build(self, batch: Any) -> str | None:
         """Build the model as `fit` does before its first step; return its casts from float64.
@@ -101,7 +93,7 @@ class TorchProbe:
             before, seen = snapshot(self._model), _Casts()
             try:
                 with self.precise(), seen:
-                    trained_once(self._model, batch)
+                    self.train(batch)
             finally:
                 restore(self._model, before)
             return seen.found
@@ -112,33 +104,35 @@ class TorchProbe:
         """Train one step on a batch in the structure of `fit`, and return the logs.
 
         After a restart, the random numbers of the first step are drawn again. With
-        `jit_compile=True`, several devices run graphs, as in `fit`.
+        `jit_compile=True`, several devices run graphs, as in `fit`; one device runs Keras's code
+        without `torch.compile`.
         """
-        model = self._model
-        with nullcontext() if self._session() is None else self.as_compiled():
+        model, session = self._model, self._session()
+        with patched([(model, XLA, False)] if session is None else []):
             if restart:
                 self._steps = 0
                 self._draw_again()
                 model.make_train_function(force=True)
             self._steps += 1
             with CALLS.call("verify") if process_group.several() else nullcontext():
-                return trained_once(model, batch)
+                logs = trained_once(model, batch)
+        self._remarks[:] = [] if session is None else self._on_graphs(session)
+        return logs
 
-    def remark(self) -> str | None:
-        """Return how many steps ran as graphs, if `compile` was given `jit_compile=True`."""
-        session = self._session()
-        if session is None or not self._is_traced:
-            return None
+    def _on_graphs(self, session: Any) -> list[str]:
+        """Say how many steps ran as graphs, if `compile` was given `jit_compile=True`."""
+        if not is_asked_for(self._model):
+            return []
         graphs, devices = session.graphs_run, counted(len(session.devices), "device")
         if not graphs:
-            return (
+            return [
                 f"With jit_compile=True, no step on {devices} ran as a graph. A graph is made when "
                 "a batch has the form of an earlier one."
-            )
-        return (
+            ]
+        return [
             f"With jit_compile=True, {graphs} of {counted(self._steps, 'step')} on {devices} ran "
             "as graphs, and the rest by Keras's code."
-        )
+        ]
 
     def recorded(
         self, batches: Iterable[Any], *, layers: bool = True

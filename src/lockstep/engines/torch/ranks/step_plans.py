@@ -45,6 +45,7 @@ from lockstep.engines.torch.steps.split_checks import (
     around_operations,
     form_of_rows,
     is_around_operations,
+    is_asked_for,
     replaced_class,
     rows_of,
     unpacked,
@@ -583,11 +584,6 @@ class StepPlans:
             return known_of_alone(what, remedy)
         # Code of the user's may keep a state that no worker has.
         return f"Its first step agrees with one device. {remedy}"
-
-
-def is_asked_for(model: Any) -> bool:
-    """Return whether steps of a model are to be traced."""
-    return bool(getattr(model, "jit_compile", False))
 
 
 _MOST_SENT = 4

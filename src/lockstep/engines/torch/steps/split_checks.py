@@ -148,3 +148,8 @@ def is_flat(batch: Any) -> bool:
     return type(batch) is tuple and all(
         leaf is None or isinstance(leaf, torch.Tensor) for leaf in batch
     )
+
+
+def is_asked_for(model: Any) -> bool:
+    """Return whether steps of a model are to be traced."""
+    return bool(getattr(model, "jit_compile", False))

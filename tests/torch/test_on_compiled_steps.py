@@ -1,6 +1,12 @@
 """Traced steps that inductor compiles beside the training, and those that it does not."""
 
+import io
+import os
+import pickle
+import subprocess
+import sys
 import time
+import types
 
 import keras
 import numpy as np
@@ -126,6 +132,12 @@ class Wrong(Immediate):
         return [each + 0.01 if each.is_floating_point() else each for each in found]
 
 
+class LosesValues(Immediate):
+    @staticmethod
+    def changed(found):
+        return [each.nan_to_num() for each in found]
+
+
 class Refused(Immediate):
     answer = "there is no C++ compiler, such as g++"
 
@@ -144,6 +156,7 @@ NOT = "train steps are not compiled: "
     [
         (Immediate, True, BEGIN),
         (Wrong, False, f"{NOT}the value of 'loss' differs by"),
+        (LosesValues, False, f"{NOT}what is compiled makes other values of NaN or infinity\n"),
         (Refused, False, f"{NOT}there is no C++ compiler, such as g++\n"),
         (Impossible, False, f"{NOT}No space left on device\n"),
     ],
@@ -154,6 +167,82 @@ def test_a_line_says_when_compiled_steps_begin_or_why_not(
     many = trained(monkeypatch, stands_for)
     assert runs_compiled(many) == [is_used]
     assert f"\nlockstep: {line}" in capsys.readouterr().out
+
+
+class Counts(Immediate):
+    """Counts the runs of a program."""
+
+    runs = 0
+
+    @classmethod
+    def changed(cls, found):
+        cls.runs += 1
+        return found
+
+
+def words():
+    made = keras.Sequential([keras.Input((3,)), layers.Embedding(5, 4), layers.Flatten()])
+    made.add(layers.Dense(2))
+    made.compile("sgd", "mse")
+    return made
+
+
+def counted(monkeypatch, build, batches, between=lambda model: None):
+    """How often a program ran in each step, by the side of Keras; `None` for an error."""
+    monkeypatch.setattr(trace, "Compilation", Counts)
+    one, many = both(build, 1)
+    many.jit_compile = True
+    for _ in range(5):
+        for model in (one, many):
+            model.train_on_batch(batches[0], Y)
+    between(many)
+    found = []
+    for batch in batches:
+        before = Counts.runs
+        for model in (one, many):
+            if batch.max() > 4:
+                with pytest.raises(IndexError):
+                    model.train_on_batch(batch, Y)
+            else:
+                model.train_on_batch(batch, Y)
+        found.append(Counts.runs - before)
+    assert_equal(one, many)
+    return found
+
+
+def test_an_index_out_of_range_is_the_error_of_pytorch(monkeypatch):
+    """What is compiled for CPUs ends the process there."""
+    right = np.random.default_rng(0).integers(0, 5, size=(8, 3)).astype("float32")
+    wrong = right.copy()
+    wrong[7] = 9
+    before, at_error, after = counted(monkeypatch, words, [right, wrong, right])
+    assert before and after and not at_error
+
+
+def test_weights_in_other_strides_run_by_the_graph(monkeypatch):
+    """What is compiled raises an error for them."""
+
+    def turn(model):
+        kernel = model.layers[0].kernel.value
+        kernel.data = kernel.data.t().contiguous().t()
+
+    small = np.minimum(np.abs(X), 4)
+    assert counted(monkeypatch, network, [small, small], turn) == [0, 0]
+
+
+class Divides(layers.Layer):
+    def call(self, inputs):
+        whole = keras.ops.cast(inputs, "int32")
+        return inputs + keras.ops.cast(whole % (whole * whole + 1), inputs.dtype)
+
+
+def test_a_division_of_integers_is_not_compiled(monkeypatch, capsys):
+    """A zero would end the process."""
+    monkeypatch.setattr(trace, "Compilation", Immediate)
+    _, many = both(lambda: network(Divides()), 1)
+    many.jit_compile = True
+    many.fit(X, Y, batch_size=4, epochs=3, verbose=2)
+    assert f"{NOT}it divides integers by a tensor" in capsys.readouterr().out
 
 
 def test_the_variable_leaves_it_out(monkeypatch):
@@ -188,6 +277,38 @@ def test_an_exchange_needs_the_one_before_it():
     _keep_order_of_exchanges(module.graph)
     first, second = (node for node in module.graph.nodes if node.target is _SUM)
     assert (first.args[1:], second.args[1:]) == ((), (first,))
+
+
+STARTS = """
+import os, torch
+from torch.fx import symbolic_trace
+from lockstep.engines.torch.traced.inductor import Compilation
+made = Compilation(symbolic_trace(lambda x: (torch.ops.aten.neg.default(x),)), [torch.ones(2)], 1)
+print(made._folder.name, made._process.pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_nothing_is_left_of_a_compilation_whose_training_has_ended():
+    command = [sys.executable, "-c", STARTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    folder, process = done.stdout.split()
+    deadline = time.monotonic() + LONGEST
+    while os.path.exists(folder) or os.path.exists(f"/proc/{process}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_memory_format_is_named_by_its_own_module(monkeypatch):
+    """A script that imports PyTorch was named, and the other process does not have it."""
+    script = types.ModuleType("__mp_main__")
+    script.torch = torch
+    others = {name: each for name, each in sys.modules.items() if name.startswith("__")}
+    monkeypatch.setattr(sys, "modules", {"__mp_main__": script, **others, **sys.modules})
+    written = io.BytesIO()
+    inductor._Pickler(written).dump([torch.preserve_format])
+    assert b"__mp_main__" not in written.getvalue()
+    assert pickle.loads(written.getvalue()) == [torch.preserve_format]
 
 
 def test_a_process_that_dies_is_a_reason(monkeypatch):

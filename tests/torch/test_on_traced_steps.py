@@ -454,3 +454,28 @@ def test_processes_of_a_launcher_trace_a_step_together(tmp_path):
         if how == "several":
             assert ended.stdout.count("compiled [True, False]") == 2  # the last batches are few
     np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_training_goes_on_after_an_error_in_a_step():
+    """The processes of the other devices are new then, and have no graphs: a KeyError."""
+
+    def build():
+        made = keras.Sequential([keras.Input((3,)), layers.Embedding(5, 4), layers.Flatten()])
+        made.add(layers.Dense(2))
+        made.compile("sgd", "mse")
+        return made
+
+    words = np.random.default_rng(0).integers(0, 5, size=(8, 3))
+    wrong = words.copy()
+    wrong[7] = 9
+    one, many = both(build)
+    many.jit_compile = True
+    for given in (words, words, words, wrong, words, words, words):
+        for model in (one, many):
+            if given is wrong:
+                with pytest.raises(IndexError):
+                    model.train_on_batch(given, Y[:8])
+            else:
+                model.train_on_batch(given, Y[:8])
+    assert_equal(one, many)
+    assert traces(many) == 1

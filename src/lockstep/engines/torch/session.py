@@ -48,7 +48,7 @@ from lockstep.engines.torch.ranks.step_plans import (
     ON_WHOLE_BATCH,
     StepPlans,
 )
-from lockstep.engines.torch.ranks.step_runner import StepRunner
+from lockstep.engines.torch.ranks.step_runner import StepRunner, TracesLost
 from lockstep.engines.torch.sharded.sharded_variables import (
     is_sharded,
     made_on_host,
@@ -409,7 +409,10 @@ class SplitSession(TorchSession):
                 plans.ran_on_whole_batch(kind, route)
                 return result
             if route.trace is not None:
-                return runner.traced_step(route.trace.number, kind, batch, draws=route.trace.draws)
+                with suppress(TracesLost):
+                    number, draws = route.trace.number, route.trace.draws
+                    return runner.traced_step(number, kind, batch, draws=draws)
+                plans.traces_are_lost()
         except LeftOutUsed as used:
             raise UnsupportedModel(
                 f"A {kind} step of {self.model.name!r} uses {used}.\nThe processes of the other "

@@ -279,6 +279,11 @@ class Rank:
         """Return how the compilation of a traced step stands; see `TracedStep.compiled`."""
         return self.traces.compiled(number, batch)
 
+    @QuestionOnBatch
+    def compared_traces(self, batch: Any, number: int) -> str:
+        """Return how a compiled step differs from its graph; see `TracedStep.compared`."""
+        return self.traces.compared(number, batch, self._connected())
+
     @Call
     def use_compiled_trace(self, number: int, use: bool) -> None:
         """Let a traced step run what has been compiled of it, or leave that out."""

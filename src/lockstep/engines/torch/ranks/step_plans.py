@@ -162,6 +162,10 @@ class StepPlans:
             trace.is_new, steps.agreed = False, steps.number
         return route if trace is None else Route(TRACED, trace=trace)
 
+    def traces_are_lost(self) -> None:
+        """Trace anew: the processes do not have the graphs any more."""
+        self._traces.lost()
+
     def begin_call(self, name: str) -> None:
         """Note that a method of the model is called."""
         self._repeated.begin_call(name)

@@ -36,6 +36,10 @@ from lockstep.errors import UnsupportedModel, WorkerDied
 from lockstep.keras_compat import counted_steps, stored_value
 
 
+class TracesLost(Exception):
+    """The ranks do not have a traced step any more: they were sent the model again."""
+
+
 class StepRunner:
     """Runs the steps of one model on several devices, of which this process has one.
 
@@ -65,6 +69,7 @@ class StepRunner:
         self._bytes_of_step: Dumped | None = None
         self._last_bytes: Dumped | None = None
         self._pickled = 0
+        self._sent_before: dict[int, int] = {}
 
     @property
     def shards(self) -> Shards:
@@ -280,6 +285,7 @@ class StepRunner:
         with self.peers.connected():
             self._make_equal()
             answers = self.peers.ask(Rank.trace, batch, number, kept, kind, self._model.training)
+            self._sent_before[number] = self.peers.times_sent
             return self.peers.agreed_trace([each for each in answers if each])
 
     def traced_step(self, number: int, kind: str, batch: Any, *, draws: bool) -> Any:
@@ -290,9 +296,11 @@ class StepRunner:
             kind: `"train"`, `"test"` or `"predict"`.
             batch: The global batch.
             draws: Whether the step draws from PyTorch's own random numbers.
+
+        Raises:
+            TracesLost: Before anything runs.
         """
-        with self.peers.connected():
-            self._make_equal()
+        with self._ranks_with(number):
             result = self._traced(Rank.traced_step, number, batch, draws=draws)
             self._trained |= kind == "train"
             self.graphs_run += 1
@@ -301,22 +309,38 @@ class StepRunner:
 
     def tried_traced_step(self, number: int, batch: Any, *, draws: bool) -> Computed:
         """Run one traced step without an update, and return what it computes here."""
-        with self.peers.connected():
-            self._make_equal()
+        with self._ranks_with(number):
             return self._traced(Rank.tried_traced_step, number, batch, draws=draws)
 
     def compiled_trace(self, number: int, batch: Any) -> str:
         """Return how the compilation of a traced step stands in all ranks, and begin it."""
-        with self.peers.connected():
-            self._make_equal()
+        with self._ranks_with(number):
             answers = self.peers.ask(Rank.compiled_trace, batch, number)
+            return self.peers.agreed_state([each for each in answers if isinstance(each, str)])
+
+    def compared_traces(self, number: int, batch: Any) -> str:
+        """Return how a compiled step differs from its graph for NaN and infinity, "" if not."""
+        with self._ranks_with(number):
+            answers = self.peers.ask(Rank.compared_traces, batch, number)
             return self.peers.agreed_state([each for each in answers if isinstance(each, str)])
 
     def use_compiled_trace(self, number: int, use: bool) -> None:
         """Let all ranks run what has been compiled of a traced step, or leave that out."""
+        with self._ranks_with(number):
+            self.peers.call(Rank.use_compiled_trace, number, use)
+
+    @contextmanager
+    def _ranks_with(self, number: int) -> Iterator[None]:
+        """Let all ranks have the same model inside the context.
+
+        Raises:
+            TracesLost: If they do not have the traced step of this number.
+        """
         with self.peers.connected():
             self._make_equal()
-            self.peers.call(Rank.use_compiled_trace, number, use)
+            if self._sent_before[number] != self.peers.times_sent:
+                raise TracesLost
+            yield
 
     def _traced(
         self, step: Call[[Any, int, bool, Any], Answer], number: int, batch: Any, *, draws: bool

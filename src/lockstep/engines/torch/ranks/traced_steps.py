@@ -11,7 +11,7 @@ import torch
 from lockstep.core.layout import Layout
 from lockstep.engines.replicas.first_step import can_be_tried, is_checked
 from lockstep.engines.replicas.sketches import Mismatch
-from lockstep.engines.torch.ranks.step_runner import StepRunner
+from lockstep.engines.torch.ranks.step_runner import StepRunner, TracesLost
 from lockstep.engines.torch.steps.split_checks import is_flat
 from lockstep.engines.torch.traced.comparison import compared, keeps_state
 from lockstep.engines.torch.traced.inductor import COMPILED, COMPILING, is_wanted
@@ -84,6 +84,17 @@ class TracedSteps:
             kind: `"train"`, `"test"` or `"predict"`.
             batch: Tensors or `None`, in the structure that the step takes.
         """
+        try:
+            return self._of(kind, batch)
+        except TracesLost:
+            self.lost()
+            return None
+
+    def lost(self) -> None:
+        """Trace anew: new processes were started, say, because one has ended."""
+        self._traces.clear()
+
+    def _of(self, kind: str, batch: Any) -> Trace | None:
         if kind in self._refused:
             return None
         if any(map(_has_hook, self._model.trainable_variables)):
@@ -128,9 +139,10 @@ class TracedSteps:
         self._runner.use_compiled_trace(trace.number, state == COMPILED)
         if state == COMPILED and is_checked():
             found = self.difference(kind, batch, trace)
-            if found is not None:
-                self._runner.use_compiled_trace(trace.number, False)
-                state = f"{found} from one device"
+            state = COMPILED if found is None else f"{found} from one device"
+            if state == COMPILED:
+                state = self._runner.compared_traces(trace.number, batch)
+            self._runner.use_compiled_trace(trace.number, state == COMPILED)
         if state == COMPILED:
             self._tell(f"{kind} steps are compiled from now on")
         else:
@@ -143,7 +155,11 @@ class TracedSteps:
     def difference(self, kind: str, batch: Any, trace: Trace) -> Mismatch | None:
         """Return where a traced step differs from one device, `None` if it does not."""
         runner = self._runner
-        computed = runner.tried_traced_step(trace.number, batch, draws=trace.draws)
+        try:
+            computed = runner.tried_traced_step(trace.number, batch, draws=trace.draws)
+        except TracesLost:  # Keras's code runs the step
+            self.lost()
+            return None
         found = compared(self._model, kind, batch, computed, runner.tensors())
         return runner.peers.agreed_difference(found)
 

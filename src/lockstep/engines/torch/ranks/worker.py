@@ -4,6 +4,7 @@ It waits in a read while there is nothing to do. It ends with the process of ran
 that one ends: a second pipe, which a thread reads, is closed then.
 """
 
+import gc
 import os
 import pickle
 import random
@@ -40,11 +41,14 @@ def main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     rank_0 = Connection(connection)
+    worker = None
     try:
         worker = _Worker(rank, size, device, memory, waits, threads, rank_0)
         while True:
             worker.follow(pickle.loads(worker.next_message()))
     except EOFError:
+        if worker is not None:
+            worker.leave()
         os._exit(0)
     except BaseException as error:
         _report(rank_0, error)
@@ -176,6 +180,11 @@ class _Worker:
         rank.forget_model()
         self._ranks[key] = rank
         self._answer("taken", parts_of(rank.plan))
+
+    def leave(self) -> None:
+        """End what runs beside the models: the compilation of a graph has files and a process."""
+        self._ranks.clear()
+        gc.collect()
 
     def _forget(self, key: int) -> None:
         from lockstep.engines.torch.exchange.accelerators import free_cache

@@ -69,7 +69,7 @@ def exchanges(graph: Graph) -> list[str]:
     return [
         f"{node.target}{tuple(node.args[0].meta['val'].shape)}{node.args[0].meta['val'].dtype}"
         for node in graph.nodes
-        if node.target in (_SUM, _GATHER)
+        if is_exchange(node)
     ]
 
 
@@ -220,6 +220,11 @@ def is_draw(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in tags and not _is_fixed(node)
 
 
+def is_exchange(node: Node) -> bool:
+    """Return whether the ranks exchange something in a node."""
+    return node.target in (_SUM, _GATHER)
+
+
 def _is_fixed(node: Node) -> bool:
     """Return whether an operation that may draw does not: attention without dropout."""
     names = [each.name for each in node.target._schema.arguments]
@@ -298,7 +303,7 @@ def _keep_order_of_exchanges(graph: Graph) -> None:
     """Let each exchange need the one before it: a compiler keeps the order that all ranks have."""
     before: tuple[Node, ...] = ()
     for node in graph.nodes:
-        if node.target in (_SUM, _GATHER):
+        if is_exchange(node):
             node.args = (*node.args, *before)
             before = (node,)
 

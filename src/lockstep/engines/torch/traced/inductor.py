@@ -7,12 +7,14 @@ would see. The process reads no data and takes no device; what it has compiled i
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any
@@ -55,11 +57,12 @@ class Compilation:
             for each in [*inputs, *self._constants]
         ]
         settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-        (folder / _GRAPH).write_bytes(pickle.dumps((rows, forms, settings)))
+        with open(folder / _GRAPH, "wb") as graph:
+            _Pickler(graph).dump((rows, forms, settings))
         with open(folder / _OUTPUT, "wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-c", _START, json.dumps([sys.path, str(folder)])],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # which ends with this process
                 stdout=output,
                 stderr=output,
                 env=_environment(ranks),
@@ -91,8 +94,12 @@ class Compilation:
 
 
 def _end(process: "subprocess.Popen[bytes]", folder: Any) -> None:
-    process.kill()
-    process.wait()
+    if process.poll() is None:
+        with suppress(ProcessLookupError):  # it and its children, such as a C++ compiler
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
     folder.cleanup()
 
 
@@ -140,6 +147,19 @@ def _packed(module: GraphModule) -> tuple[list[Any], list[Any]]:
             if len(node.target._schema.returns) == 1:
                 numbers[node] = drawn
     return rows, [getattr(module, name) for name in names]
+
+
+class _Pickler(pickle.Pickler):
+    """Names memory formats by the module of PyTorch: pickle may find them in that of the script."""
+
+    def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, torch.memory_format):
+            return _of_torch, (str(item).removeprefix("torch."),)
+        return NotImplemented
+
+
+def _of_torch(name: str) -> Any:
+    return getattr(torch, name)
 
 
 def _unpacked(rows: list[Any], inputs: int) -> GraphModule:
@@ -209,8 +229,16 @@ _REASONS = {
 _MOST = 160
 _GRAPH, _PROGRAM, _REASON, _OUTPUT = "graph", "program", "reason", "output"
 _START = """\
-import json, sys
+import json, os, shutil, signal, sys, threading
 sys.path[:], folder = json.loads(sys.argv[1])
+
+def end_with_training():
+    if not os.read(0, 1):
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+threading.Thread(target=end_with_training, daemon=True).start()
 from lockstep.engines.torch.traced.inductor import main
 main(folder)
 """
+"""Leaves nothing behind when the process of the training ends, in whatever way: its input ends."""

@@ -94,6 +94,19 @@ class RankTraces:
         """
         return self._steps[number].compiled(batch)
 
+    def compared(self, number: int, batch: Any, group: RankGroup) -> str:
+        """Return how a compiled step differs from its graph; see `TracedStep.compared`.
+
+        Args:
+            number: The number of its trace.
+            batch: A global batch of its form.
+            group: The ranks.
+        """
+        with exchanging(group):
+            found = self._steps[number].compared(batch)
+        group.check()
+        return found
+
     def use_compiled(self, number: int, use: bool) -> None:
         """Let a traced step run what has been compiled of it, or leave that out.
 

@@ -1,5 +1,6 @@
 """Traces one step to a graph: Keras's own or the user's, with its gradients and its update."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,11 +17,13 @@ from lockstep.core.patched import patched
 from lockstep.core.state import optimizers_of, unique, variables_of
 from lockstep.engines.replicas.first_step import unchanged_objects
 from lockstep.engines.torch.first_step.first_step import stock_step
+from lockstep.engines.torch.steps.replica import random_state, set_random_state
 from lockstep.engines.torch.steps.split_checks import is_flat
 from lockstep.engines.torch.torch_compat import TorchDispatchMode, copy_each
 from lockstep.engines.torch.traced.draws import seeded
 from lockstep.engines.torch.traced.gradients import TracedTensors, Untraceable
 from lockstep.engines.torch.traced.graph import cleaned, draws, exchanges, traced
+from lockstep.engines.torch.traced.guards import Guard, refusal
 from lockstep.engines.torch.traced.inductor import Compilation, reason_of
 from lockstep.engines.torch.traced.split import Mesh, SplitOperations, own_rows
 from lockstep.keras_compat import (
@@ -71,6 +74,7 @@ class TracedStep:
         self._module, self._changed = self._without_unchanged(module)
         self._program: Callable[..., Any] = self._module
         self._compilation: Compilation | None = None
+        self._guard: Guard | None = None
 
     def own(self, batch: Any) -> list[Any]:
         """Return what this rank takes of the tensors of a batch."""
@@ -88,12 +92,43 @@ class TracedStep:
         """
         if self._compilation is None:
             ranks = 1 if self._mesh is None else self._mesh.size
-            inputs = [*map(_value, self.variables), *self.own(batch)]
+            inputs = self._inputs(batch)
             try:
+                reason = refusal(self._module)
+                if reason is not None:
+                    return reason
                 self._compilation = Compilation(self._module, inputs, ranks)
+                self._guard = Guard(self._module, inputs, len(self.variables))
             except Exception as error:  # such as a full disk, or no memory for a process
                 return reason_of(error)
         return self._compilation.state()
+
+    def compared(self, batch: Any) -> str:
+        """Return how what has been compiled differs from the graph for NaN and infinity, "" if not.
+
+        A compiler may take `x * 0` for 0, and no comparison of ordinary batches sees that.
+        """
+        assert self._compilation is not None, "it is compiled"
+        assert self._compilation.program is not None, "it is loaded"
+        assert self._guard is not None, "it is compiled"
+        alike, before = True, random_state()
+        for value in (math.nan, math.inf):
+            inputs = self._guard.with_value(self._inputs(batch), value)
+            runs = []
+            try:
+                for program in (self._module, self._compilation.program):
+                    set_random_state(before)
+                    with torch.no_grad():
+                        runs.append(program(*inputs))
+            except torch.linalg.LinAlgError:  # an operation refuses such values
+                continue
+            finally:
+                set_random_state(before)
+            alike &= all(map(_are_alike, *runs))
+        return "" if alike else "what is compiled makes other values of NaN or infinity"
+
+    def _inputs(self, batch: Any) -> list[Any]:
+        return [*map(_value, self.variables), *self.own(batch)]
 
     def use_compiled(self, use: bool) -> None:
         """Let steps run what has been compiled, or leave it out from now on."""
@@ -111,8 +146,12 @@ class TracedStep:
         Args:
             batch: The global batch, of the form of the traced one.
         """
+        inputs = self._inputs(batch)
+        program, guard = self._program, self._guard
         with torch.no_grad():
-            found = self._program(*map(_value, self.variables), *self.own(batch))
+            if program is not self._module and guard is not None and not guard.admits(inputs):
+                program = self._module
+            found = program(*inputs)
         gradients, found = found[: self._gradients], found[self._gradients :]
         values, outputs = found[: len(self._changed)], found[len(self._changed) :]
         changed = [self.variables[number] for number in self._changed]
@@ -373,6 +412,11 @@ def _tensors(batch: Any) -> list[Any]:
 
 def _value(variable: Any) -> Any:
     return stored_value(variable)
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether the same entries of two tensors are NaN, and the same ones infinite."""
+    return all(torch.equal(of(one), of(other)) for of in (torch.isnan, torch.isinf))
 
 
 def _same(value: Any) -> Any:

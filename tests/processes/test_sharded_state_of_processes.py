@@ -30,6 +30,10 @@ def trained(made, **options):
     return [history, scores, made.predict(X, batch_size=8, verbose=0)]
 
 
+def values(made):
+    return [np.array(variable) for variable in (*made.variables, *made.optimizer.variables)]
+
+
 def distance(mine, theirs):
     pairs = zip(keras.tree.flatten(mine), keras.tree.flatten(theirs), strict=True)
     return float(max(np.max(np.abs(np.subtract(*pair))) for pair in pairs))

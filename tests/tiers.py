@@ -31,9 +31,9 @@ def _marked(mark, values):
     return [pytest.param(*each, marks=mark) for each in together]
 
 
-def quick_on(backend):
-    """A mark for a test that is quick on this backend, and thorough on the others."""
-    here = os.environ["KERAS_BACKEND"] == backend
+def quick_on(*backends):
+    """A mark for a test that is quick on these backends, and thorough on the others."""
+    here = os.environ["KERAS_BACKEND"] in backends
     return (lambda test: test) if here else pytest.mark.thorough
 
 

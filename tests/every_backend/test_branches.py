@@ -485,9 +485,8 @@ def assigning(make):
 
 
 def statistics(a, b, on):
-    # With a bias, whose gradient is zero, Adam makes an update of its rounding.
-    inner = [layers.Dense(8, use_bias=False), layers.BatchNormalization(), layers.Dropout(0.2)]
-    tower = keras.Sequential([keras.Input((4,)), *inner])
+    tower = [keras.Input((4,)), layers.Dense(8), layers.BatchNormalization(), layers.Dropout(0.2)]
+    tower = keras.Sequential(tower)
     with on[0]:
         left = tower(a)
     with on[1]:
@@ -533,6 +532,6 @@ def test_layers_on_two_devices_leave_what_one_device_leaves(devices, name):
         on = [nullcontext() if places is None else lockstep.on(places[n]) for n in range(2)]
         both = SHARED[name](a, b, on)
         model = keras.Model([a, b], layers.Dense(8)(layers.add(both)))
-        model.compile("adam", "mse", metrics=["mae"])
+        model.compile("sgd", "mse", metrics=["mae"])  # Adam makes updates of what is rounding
         runs.append(train(model, x, y))
     assert_equal_runs(*runs)

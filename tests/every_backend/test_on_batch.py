@@ -8,6 +8,7 @@ from keras import layers
 import lockstep
 from tests.agreement import assert_equal, both
 from tests.conformance.common import data
+from tests.conftest import BACKEND
 from tests.every_backend.test_in_place import compile_, model
 from tests.tiers import further, quick_on_jax
 
@@ -91,6 +92,7 @@ def test_weights_of_rows_and_of_classes(devices):
 
 
 @quick_on_jax
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras has steps_per_execution=1 alone there")
 @DEVICES
 def test_a_batch_is_one_step_whatever_an_execution_has(devices):
     alone, made = model(), lockstep.distribute(model(), devices)

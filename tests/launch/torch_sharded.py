@@ -34,8 +34,8 @@ QUIET = {"verbose": 0, "shuffle": False}
 
 def pair(build, **options):
     """A model for Keras alone, and one in parts whose weights are those of process 0."""
-    many = lockstep.distribute(seeded(build, 11 + RANK), state="sharded", **options)
-    return seeded(build), many
+    one, many = seeded(build), seeded(build, 11 + RANK)
+    return one, lockstep.distribute(many, state="sharded", **options)
 
 
 mlp = functools.partial(compiled, metrics=["mae"])

@@ -14,12 +14,14 @@ BOUND = 1e-10 if keras.backend.backend() == "torch" else 1e-5
 
 def both(build, devices=3, **options):
     """Two models of one seed: one for Keras alone, one on several devices."""
-    made = []
-    for _ in range(2):
-        keras.utils.clear_session(free_memory=False)  # the same names
-        keras.utils.set_random_seed(11)
-        made.append(build())
-    return made[0], lockstep.distribute(made[1], devices, **options)
+    return seeded(build), lockstep.distribute(seeded(build), devices, **options)
+
+
+def seeded(build, seed=11):
+    """A model with the same names and weights at each call."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(seed)
+    return build()
 
 
 def assert_equal(a, b, bound=BOUND):

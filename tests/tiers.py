@@ -31,9 +31,14 @@ def _marked(mark, values):
     return [pytest.param(*each, marks=mark) for each in together]
 
 
-def quick_on_jax(test):
-    """A test that is quick on JAX, and thorough on the other backends: the code is shared."""
-    return test if os.environ["KERAS_BACKEND"] == "jax" else pytest.mark.thorough(test)
+def quick_on(*backends):
+    """A mark for a test that is quick on these backends, and thorough on the others."""
+    here = os.environ["KERAS_BACKEND"] in backends
+    return (lambda test: test) if here else pytest.mark.thorough
+
+
+quick_on_jax = quick_on("jax")
+"""For code that all backends share."""
 
 
 def every(step, names, quick=None):

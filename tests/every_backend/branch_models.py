@@ -86,12 +86,3 @@ def config_in(path):
         text = file.read("config.json").decode()
     # Keras writes the identity of an object in this process.
     return json.loads(re.sub(r'"shared_object_id": \d+', "", text).replace(", }", "}"))
-
-
-def two_branches_apart():
-    keras.utils.set_random_seed(4)
-    a, b = keras.Input((5, 3)), keras.Input((5, 3))
-    left, right = keras.layers.LSTM(4, name="left")(a), keras.layers.LSTM(4, name="right")(b)
-    model = keras.Model([a, b], keras.layers.Dense(2)(keras.layers.concatenate([left, right])))
-    model.compile("sgd", "mse")
-    return model

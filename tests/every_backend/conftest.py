@@ -7,7 +7,7 @@ from tests.conftest import BACKEND
 
 collect_ignore = []
 if BACKEND == "tensorflow":  # which refuses sharded state
-    collect_ignore.append("test_sharded_cases.py")
+    collect_ignore += ["test_sharded_cases.py", "test_sharded_state.py"]
     collect_ignore += ["test_micro_batch_cases.py", "test_micro_batches.py"]  # and micro-batches
 if BACKEND != "torch":  # which alone traces steps
     collect_ignore.append("test_traced_cases.py")

@@ -22,8 +22,9 @@ from lockstep.engines.torch.sharded.sharded_variables import ShardedVariable
 from lockstep.errors import LockstepError
 from lockstep.keras_compat import stored_value
 from lockstep.processes.coordination import patience
-from tests.agreement import assert_equal, values
-from tests.torch.test_on_sharded_state import MODELS, OPTIMIZERS, SAMPLE, data
+from tests.agreement import assert_equal, seeded, values
+from tests.every_backend import sharded_models
+from tests.every_backend.sharded_models import SAMPLE, assert_trained_alike, compiled, data, later
 
 sys.modules["lockstep.core.devices"].SHARDED_FROM = 0
 RANK, SIZE = lockstep.initialize()
@@ -33,48 +34,23 @@ QUIET = {"verbose": 0, "shuffle": False}
 
 def pair(build, **options):
     """A model for Keras alone, and one in parts whose weights are those of process 0."""
-    made = []
-    for seed in (11, 11 + RANK):
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(seed)
-        made.append(build())
-    return made[0], lockstep.distribute(made[1], state="sharded", **options)
+    one, many = seeded(build), seeded(build, 11 + RANK)
+    return one, lockstep.distribute(many, state="sharded", **options)
 
 
-def mlp():
-    model = MODELS["mlp"]()
-    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-    return model
-
-
-def fit(model, **options):
-    """A history. 31 rows in batches of 7: the last batch has 3."""
-    x, y = data("mlp")
-    return model.fit(x, y, **{**QUIET, "batch_size": 7, "epochs": 2, **options}).history
+mlp = functools.partial(compiled, metrics=["mae"])
+fit = functools.partial(sharded_models.fit, batch_size=7, epochs=2)  # the last batch has 3 rows
 
 
 def held(model):
     """The elements that this process has."""
-    return sum(stored_value(variable).numel() for variable in model.trainable_variables)
+    return sharded_models.held(model.trainable_variables)[0]
 
 
 def training(cases):
     for name, optimizer in cases:
-
-        def build(name=name, optimizer=optimizer):
-            model, loss = MODELS[name](), "mse"
-            if name == "transformer":
-                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(OPTIMIZERS[optimizer](), loss)
-            return model
-
-        one, many = pair(build)
-        x, y = data(name)
-        options = {**QUIET, "batch_size": 10, "epochs": 2, "validation_split": 0.2}
-        assert_equal(*[model.fit(x, y, **options).history for model in (one, many)])
-        assert_equal(one, many)
-        assert_equal(*[model.evaluate(x, y, verbose=0) for model in (one, many)])
-        assert_equal(*[model.predict(x, verbose=0) for model in (one, many)])
+        one, many = pair(functools.partial(compiled, name, optimizer))
+        assert_trained_alike(one, many, name, validation_split=0.2)
         assert held(many) <= held(one) / SIZE + len(many.variables) or name == "recurrent"
 
 
@@ -88,7 +64,7 @@ def every_model_and_optimizer():
 
 def calls_between_steps():
     one, many = pair(mlp)
-    x, y = data("mlp")
+    x, y = data()
     assert {type(variable) for variable in many.trainable_variables} == {ShardedVariable}
     for rows in (1, 2, 9):  # fewer rows than processes
         assert_equal(*[model.train_on_batch(x[:rows], y[:rows]) for model in (one, many)])
@@ -112,19 +88,14 @@ def calls_between_steps():
 
 
 def built_and_compiled_later():
-    def build():
-        model = keras.Sequential([keras.layers.Dense(7, "relu"), keras.layers.Dense(3)])
-        model.compile(keras.optimizers.Lamb(0.01), "mse")
-        return model
-
-    one, many = pair(build)
+    one, many = pair(later)
     assert_equal(fit(one), fit(many))
     assert type(many.layers[0].kernel) is ShardedVariable
     (before,) = [slot for slot in many.optimizer.variables if "bias_momentum" in slot.path][:1]
     for model in (one, many):
         model.layers[1].trainable = False
         model.compile(keras.optimizers.Adam(0.01), "mae")
-        model.train_on_batch(*data("mlp", 8))
+        model.train_on_batch(*data(rows=8))
         fit(model)
     assert_equal(one, many)
     assert "belonged to 'sequential" in words(before.numpy)
@@ -157,13 +128,7 @@ def callbacks():
         (lambda folder: [made.ModelCheckpoint(folder / "{epoch}.weights.h5", save_freq=3,
                                               save_weights_only=True)], "global norm"),
     ):  # fmt: skip
-
-        def build(optimizer=optimizer):
-            model = MODELS["mlp"]()
-            model.compile(OPTIMIZERS[optimizer](), "mse")
-            return model
-
-        models = pair(build)
+        models = pair(functools.partial(compiled, "mlp", optimizer))
         folders = [FOLDER / f"{optimizer} {name}" for name in (f"one {RANK}", "many")]
         for folder in folders:
             folder.mkdir(exist_ok=True)
@@ -284,7 +249,7 @@ def writes_in_place():
 def two_models():
     """All of them read the same one."""
     (one, many), (uno, dos) = pair(mlp), pair(mlp)
-    x, y = data("mlp")
+    x, y = data()
     for rows in (31, 5):
         assert_equal(*[model.train_on_batch(x[:rows], y[:rows]) for model in (one, many)])
         assert_equal(*[model.train_on_batch(x[:rows], y[:rows]) for model in (uno, dos)])
@@ -312,7 +277,7 @@ def alone():
     said.append(words(lambda: fit(many, callbacks=[saves] if RANK == 0 else [])))
     fit(one, epochs=1)
     assert_equal(fit(one), fit(many))
-    verifies = functools.partial(lockstep.verify, many, data("mlp"), steps=1)
+    verifies = functools.partial(lockstep.verify, many, data(), steps=1)
     calls = [(kernel if RANK else other).numpy, many.export, many.state_dict, verifies]
     print(*said, *map(words, calls), sep="\n")
 
@@ -343,7 +308,7 @@ def errors():
         print(words(lambda: fit(many)))
     except KeyError:
         print("KeyError")
-    x, y = data("mlp")
+    x, y = data()
     one.train_on_batch(x[:7], y[:7])
     assert_equal(one, many)  # as after the last step of all
 
@@ -371,7 +336,7 @@ def a_signal():
         fit(many, callbacks=[Interrupts()])
     except KeyboardInterrupt:
         print("KeyboardInterrupt")
-    x, y = data("mlp")
+    x, y = data()
     one.fit(x[:14], y[:14], batch_size=7, **QUIET)
     assert_equal(values(one)[: len(one.variables)], values(many)[: len(one.variables)])
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.errors import DeviceError, DeviceNotFound, UnsupportedModel
+from lockstep.errors import DeviceError, DeviceNotFound, LayoutConflict, UnsupportedModel
+from tests.conftest import BACKEND
 from tests.every_backend.branch_models import chain, rows
 
 
@@ -48,8 +49,31 @@ def test_an_error_inside_on_comes_through():
         raise RuntimeError("mine")
 
 
-def test_operations_that_run_one_by_one():
+def test_steps_that_branches_cannot_run():
+    options, words = {
+        "jax": ({"run_eagerly": True}, "run_eagerly or jit_compile=False"),
+        "tensorflow": ({"run_eagerly": True}, "run_eagerly=True was requested"),
+        "torch": ({"jit_compile": True}, "jit_compile=True does not support"),
+    }[BACKEND]
     model = lockstep.place(chain(), {"dense_1": 1})
-    model.compile("sgd", "mse", run_eagerly=True)
-    with pytest.raises(UnsupportedModel, match="run_eagerly or jit_compile=False"):
+    model.compile("sgd", "mse", **options)
+    with pytest.raises(UnsupportedModel, match=words):
         model.fit(*rows(), verbose=0)
+
+
+def test_branches_and_copies_at_once():
+    model = lockstep.place(chain(), {"dense_1": 1})
+    with pytest.raises(LayoutConflict, match=r"lockstep\.distribute.*\n.*\n.*lockstep\.release"):
+        lockstep.distribute(model, 2)
+    lockstep.distribute(lockstep.release(model), 2)
+    with pytest.raises(LayoutConflict, match=r"lockstep\.place"):
+        lockstep.place(model, {"dense_1": 1})
+
+
+def test_a_variable_that_another_model_has_elsewhere():
+    model = chain()
+    lockstep.place(model, {"dense_1": 1})
+    part = keras.Sequential([keras.Input((8,)), model.get_layer("dense_1")])
+    with pytest.raises(LayoutConflict, match="shared with"):
+        lockstep.place(part, {"dense_1": 2})
+    lockstep.place(part, {"dense_1": 1})

@@ -7,6 +7,8 @@ import keras
 import numpy as np
 from keras import layers, ops
 
+from tests.tables import Table
+
 
 @dataclass(frozen=True)
 class Case:
@@ -184,51 +186,55 @@ def added_losses(dropout):
 
 _sparse = keras.losses.SparseCategoricalCrossentropy
 
-ZOO = {
-    "mlp": Case(mlp, _with_targets(_features(12), _features(1)), dropout=0.3),
-    "cnn": Case(
-        cnn,
-        _with_targets(_features(8, 8, 2), _classes(4)),
-        "sparse_categorical_crossentropy",
-        ["accuracy"],
-        dropout=0.3,
-    ),
-    "bias_before_norm": Case(
-        bias_before_norm,
-        _with_targets(_features(8, 8, 2), _classes(4)),
-        "sparse_categorical_crossentropy",
-        optimizers=("sgd",),
-    ),
-    "several_inputs_and_outputs": Case(
-        several_inputs_and_outputs,
-        _several_data,
-        {"number": "mse", "kind": "sparse_categorical_crossentropy"},
-        {"number": ["mae"], "kind": ["accuracy"]},
-        dropout=0.2,
-    ),
-    "shared_layer": Case(shared_layer, _pair_data, "huber", ["mae"], dropout=0.2),
-    "nested_model": Case(
-        nested_model, _with_targets(_features(4, 8), _features(2)), "mse", dropout=0.2
-    ),
-    "subclassed": Case(
-        Subclassed, _with_targets(_features(6), _features(1)), "mae", ["mse"], dropout=0.2
-    ),
-    "masked_lstm": Case(
-        masked_lstm, _token_data, "sparse_categorical_crossentropy", ["accuracy"], dropout=0.2
-    ),
-    "attention": Case(
-        attention,
-        _with_targets(_features(6, 8), _classes(3)),
-        _sparse(from_logits=True),
-        ["accuracy"],
-        dropout=0.2,
-    ),
-    "added_losses": Case(
-        added_losses, _with_targets(_features(6), _features(1)), "mse", ["mae"], dropout=0.2
-    ),
-}
+ZOO = Table(
+    {
+        "mlp": Case(mlp, _with_targets(_features(12), _features(1)), dropout=0.3),
+        "cnn": Case(
+            cnn,
+            _with_targets(_features(8, 8, 2), _classes(4)),
+            "sparse_categorical_crossentropy",
+            ["accuracy"],
+            dropout=0.3,
+        ),
+        "bias_before_norm": Case(
+            bias_before_norm,
+            _with_targets(_features(8, 8, 2), _classes(4)),
+            "sparse_categorical_crossentropy",
+            optimizers=("sgd",),
+        ),
+        "several_inputs_and_outputs": Case(
+            several_inputs_and_outputs,
+            _several_data,
+            {"number": "mse", "kind": "sparse_categorical_crossentropy"},
+            {"number": ["mae"], "kind": ["accuracy"]},
+            dropout=0.2,
+        ),
+        "shared_layer": Case(shared_layer, _pair_data, "huber", ["mae"], dropout=0.2),
+        "nested_model": Case(
+            nested_model, _with_targets(_features(4, 8), _features(2)), "mse", dropout=0.2
+        ),
+        "subclassed": Case(
+            Subclassed, _with_targets(_features(6), _features(1)), "mae", ["mse"], dropout=0.2
+        ),
+        "masked_lstm": Case(
+            masked_lstm, _token_data, "sparse_categorical_crossentropy", ["accuracy"], dropout=0.2
+        ),
+        "attention": Case(
+            attention,
+            _with_targets(_features(6, 8), _classes(3)),
+            _sparse(from_logits=True),
+            ["accuracy"],
+            dropout=0.2,
+        ),
+        "added_losses": Case(
+            added_losses, _with_targets(_features(6), _features(1)), "mse", ["mae"], dropout=0.2
+        ),
+    }
+)
 
-OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
-    "adamw": lambda: keras.optimizers.AdamW(0.005),
-}
+OPTIMIZERS = Table(
+    {
+        "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        "adamw": lambda: keras.optimizers.AdamW(0.005),
+    }
+)

@@ -8,6 +8,7 @@ from keras import layers, optimizers
 
 from lockstep.keras_compat import stored_value
 from tests.agreement import assert_equal, both
+from tests.tables import Table
 
 BACKEND = keras.backend.backend()
 WIDTHS = (37, 12, 3)
@@ -62,7 +63,7 @@ def _make_double(layer, *variables):
     layer._track_variables()
 
 
-MODELS = {made.__name__: made for made in (mlp, convolutions, transformer, recurrent, lora)}
+MODELS = Table({made.__name__: made for made in (mlp, convolutions, transformer, recurrent, lora)})
 
 
 def data(name="mlp", rows=31):
@@ -76,28 +77,32 @@ def data(name="mlp", rows=31):
     return draw.normal(size=(rows, 13)), draw.normal(size=(rows, 3))
 
 
-OPTIMIZERS = {
-    "SGD": lambda: optimizers.SGD(0.05, momentum=0.9),
-    "AdamW": lambda: optimizers.AdamW(0.01, amsgrad=True),
-    "LAMB": lambda: optimizers.Lamb(0.01),
-    "Muon": lambda: optimizers.Muon(0.01),
-    "Adafactor": lambda: optimizers.Adafactor(0.01),
-    "global norm": lambda: optimizers.Adam(0.01, global_clipnorm=0.1),
-    "norm": lambda: optimizers.SGD(0.05, clipnorm=0.1),
-    "value": lambda: optimizers.SGD(0.05, clipvalue=0.01, weight_decay=0.01),
-    "average": lambda: optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
-    "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3),
-    "accumulation, LAMB": lambda: optimizers.Lamb(0.01, gradient_accumulation_steps=2),
-    "scaled": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=2.0**40),
-    "Nadam": lambda: optimizers.Nadam(0.01),
-    "Adamax": lambda: optimizers.Adamax(0.01),
-    "RMSprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.5),
-    "Adagrad": lambda: optimizers.Adagrad(0.05),
-    "Adadelta": lambda: optimizers.Adadelta(0.5),
-    "Lion": lambda: optimizers.Lion(0.001),
-    "Ftrl": lambda: optimizers.Ftrl(0.05, l2_shrinkage_regularization_strength=0.01),
-    "ScheduleFreeAdamW": lambda: optimizers.ScheduleFreeAdamW(0.01),
-}
+OPTIMIZERS = Table(
+    {
+        "SGD": lambda: optimizers.SGD(0.05, momentum=0.9),
+        "AdamW": lambda: optimizers.AdamW(0.01, amsgrad=True),
+        "LAMB": lambda: optimizers.Lamb(0.01),
+        "Muon": lambda: optimizers.Muon(0.01),
+        "Adafactor": lambda: optimizers.Adafactor(0.01),
+        "global norm": lambda: optimizers.Adam(0.01, global_clipnorm=0.1),
+        "norm": lambda: optimizers.SGD(0.05, clipnorm=0.1),
+        "value": lambda: optimizers.SGD(0.05, clipvalue=0.01, weight_decay=0.01),
+        "average": lambda: optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
+        "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3),
+        "accumulation, LAMB": lambda: optimizers.Lamb(0.01, gradient_accumulation_steps=2),
+        "scaled": lambda: optimizers.LossScaleOptimizer(
+            optimizers.Adam(0.01), initial_scale=2.0**40
+        ),
+        "Nadam": lambda: optimizers.Nadam(0.01),
+        "Adamax": lambda: optimizers.Adamax(0.01),
+        "RMSprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.5),
+        "Adagrad": lambda: optimizers.Adagrad(0.05),
+        "Adadelta": lambda: optimizers.Adadelta(0.5),
+        "Lion": lambda: optimizers.Lion(0.001),
+        "Ftrl": lambda: optimizers.Ftrl(0.05, l2_shrinkage_regularization_strength=0.01),
+        "ScheduleFreeAdamW": lambda: optimizers.ScheduleFreeAdamW(0.01),
+    }
+)
 
 SAMPLE = [
     *[("mlp", each) for each in OPTIMIZERS],

@@ -22,6 +22,7 @@ from tests.every_backend.branch_models import (
     train,
     two_branches,
 )
+from tests.tables import Table
 from tests.tiers import further, quick_on
 
 BACKEND = keras.backend.backend()
@@ -410,22 +411,26 @@ class Total(keras.optimizers.SGD):
 
 
 optimizers = keras.optimizers
-OPTIMIZERS = {
-    "Adafactor": lambda: optimizers.Adafactor(0.01),
-    "a number of all variables": lambda: Total(0.1),
-    "Nadam": lambda: optimizers.Nadam(0.01, weight_decay=0.1),
-    "global norm, average": lambda: optimizers.Adam(
-        0.01, global_clipnorm=0.05, use_ema=True, ema_momentum=0.5
-    ),
-    "norm, accumulation": lambda: optimizers.AdamW(
-        0.01, clipnorm=0.05, gradient_accumulation_steps=2
-    ),
-    "Ftrl": lambda: optimizers.Ftrl(0.01, clipvalue=0.01),
-    "a schedule": lambda: optimizers.SGD(
-        optimizers.schedules.ExponentialDecay(0.1, 3, 0.5), momentum=0.9, nesterov=True
-    ),
-    "scaled Lion": lambda: optimizers.LossScaleOptimizer(optimizers.Lion(0.01), initial_scale=8.0),
-}
+OPTIMIZERS = Table(
+    {
+        "Adafactor": lambda: optimizers.Adafactor(0.01),
+        "a number of all variables": lambda: Total(0.1),
+        "Nadam": lambda: optimizers.Nadam(0.01, weight_decay=0.1),
+        "global norm, average": lambda: optimizers.Adam(
+            0.01, global_clipnorm=0.05, use_ema=True, ema_momentum=0.5
+        ),
+        "norm, accumulation": lambda: optimizers.AdamW(
+            0.01, clipnorm=0.05, gradient_accumulation_steps=2
+        ),
+        "Ftrl": lambda: optimizers.Ftrl(0.01, clipvalue=0.01),
+        "a schedule": lambda: optimizers.SGD(
+            optimizers.schedules.ExponentialDecay(0.1, 3, 0.5), momentum=0.9, nesterov=True
+        ),
+        "scaled Lion": lambda: optimizers.LossScaleOptimizer(
+            optimizers.Lion(0.01), initial_scale=8.0
+        ),
+    }
+)
 if BACKEND == "jax":  # where Keras alone gives the arrays of the averages away
     del OPTIMIZERS["global norm, average"]
 IN_QUICK = [*OPTIMIZERS][:2] if BACKEND == "torch" else []
@@ -504,14 +509,16 @@ def towers(a, b, on):
     return found
 
 
-SHARED = {
-    "statistics": statistics,
-    "towers": towers,
-    "embedding": embedding,
-    "an assignment": assigning(Scaled),
-    # Both the wrapper and the layer in it have the kernel, which the wrapper assigns to.
-    "spectral norms": assigning(lambda: layers.SpectralNormalization(layers.Dense(4, "tanh"))),
-}
+SHARED = Table(
+    {
+        "statistics": statistics,
+        "towers": towers,
+        "embedding": embedding,
+        "an assignment": assigning(Scaled),
+        # Both the wrapper and the layer in it have the kernel, which the wrapper assigns to.
+        "spectral norms": assigning(lambda: layers.SpectralNormalization(layers.Dense(4, "tanh"))),
+    }
+)
 QUICK_SHARED = {"torch": ("statistics", "towers"), "tensorflow": tuple(SHARED)[2:], "jax": ()}[
     BACKEND
 ]

@@ -15,6 +15,7 @@ from lockstep.errors import DeviceNotFound, LayoutConflict
 from tests.agreement import assert_equal, seeded, values
 from tests.conformance.common import data, devices_of
 from tests.conftest import BACKEND
+from tests.tables import Table
 from tests.tiers import further, quick_on_jax, rest
 
 
@@ -431,13 +432,15 @@ def test_shared_layers_may_have_different_devices_on_pytorch():
 # ------------------------------------------------------------------- files, and copies of it
 
 
-COPIES = {
-    "clone_model": keras.models.clone_model,
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda made: pickle.loads(pickle.dumps(made)),
-    "from_config": lambda made: keras.Sequential.from_config(made.get_config()),
-}
+COPIES = Table(
+    {
+        "clone_model": keras.models.clone_model,
+        "copy": copy.copy,
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda made: pickle.loads(pickle.dumps(made)),
+        "from_config": lambda made: keras.Sequential.from_config(made.get_config()),
+    }
+)
 
 
 def test_files_and_copies_are_those_of_one_device(tmp_path):

@@ -18,6 +18,7 @@ from lockstep.errors import DeviceError, UnsupportedModel
 from tests.agreement import BOUND, assert_equal, both, values
 from tests.conftest import BACKEND
 from tests.models import Own, Stop, chain, features
+from tests.tables import Table
 from tests.tiers import further, quick_on_jax
 
 QUIET = {"verbose": 0, "shuffle": False, "batch_size": 9}
@@ -372,48 +373,56 @@ def centred():
 
 
 CALLS = keras.Variable(0.0, trainable=False)
-OF_ALL = {
-    "a batch norm that trains": (
-        lambda: chain(layers.BatchNormalization(name="norm")),
-        "'norm' (BatchNormalization) needs all rows of the batch at once, but "
-        "micro_batch_size=3 splits them.\n"
-        "Use GroupNormalization or LayerNormalization, freeze the layer (trainable=False),\n"
-        "or remove micro_batch_size.",
-    ),
-    "a layer across rows": (
-        centred,
-        "'centre' (Own) is not known to work row by row, as micro_batch_size needs:\n",
-    ),
-    "a stateful RNN": (stateful, "'memory' is stateful: it keeps one state per row"),
-    "a fixed number of rows": (fixed, "'fixed' is built for batches of 9 rows, but micro_batch"),
-}
-OF_ONE = {
-    "jax": {
-        "a variable that changes": (
-            lambda: chain(Running(name="running")),
-            "'sequential/running/mean' is updated in the call of a layer from all rows of the "
-            "batch, but\nmicro_batch_size splits the rows. Remove micro_batch_size.",
+OF_ALL = Table(
+    {
+        "a batch norm that trains": (
+            lambda: chain(layers.BatchNormalization(name="norm")),
+            "'norm' (BatchNormalization) needs all rows of the batch at once, but "
+            "micro_batch_size=3 splits them.\n"
+            "Use GroupNormalization or LayerNormalization, freeze the layer (trainable=False),\n"
+            "or remove micro_batch_size.",
         ),
-        "an output without rows": (
-            turned,
-            "'turned' has an output of shape (2, 9) for 9 rows: its",
+        "a layer across rows": (
+            centred,
+            "'centre' (Own) is not known to work row by row, as micro_batch_size needs:\n",
         ),
-    },
-    "torch": {
-        "a variable that changes": (
-            lambda: chain(Counting(name="counting")),
-            "'sequential/counting/count' changes in the call of a layer or loss. With",
+        "a stateful RNN": (stateful, "'memory' is stateful: it keeps one state per row"),
+        "a fixed number of rows": (
+            fixed,
+            "'fixed' is built for batches of 9 rows, but micro_batch",
         ),
-        "a variable of no layer": (
-            lambda: chain(Own(lambda self, x: (CALLS.assign_add(1.0), x)[1])),
-            "a variable or tensor outside of 'sequential' changes in the call of a layer or loss",
-        ),
-        "an output without rows": (
-            turned,
-            "'turned' has an output of shape (2, 1) for 1 rows: its",
-        ),
-    },
-}
+    }
+)
+OF_ONE = Table(
+    {
+        "jax": {
+            "a variable that changes": (
+                lambda: chain(Running(name="running")),
+                "'sequential/running/mean' is updated in the call of a layer from all rows of the "
+                "batch, but\nmicro_batch_size splits the rows. Remove micro_batch_size.",
+            ),
+            "an output without rows": (
+                turned,
+                "'turned' has an output of shape (2, 9) for 9 rows: its",
+            ),
+        },
+        "torch": {
+            "a variable that changes": (
+                lambda: chain(Counting(name="counting")),
+                "'sequential/counting/count' changes in the call of a layer or loss. With",
+            ),
+            "a variable of no layer": (
+                lambda: chain(Own(lambda self, x: (CALLS.assign_add(1.0), x)[1])),
+                "a variable or tensor outside of 'sequential' changes in the call of a layer "
+                "or loss",
+            ),
+            "an output without rows": (
+                turned,
+                "'turned' has an output of shape (2, 1) for 1 rows: its",
+            ),
+        },
+    }
+)
 REFUSED = OF_ALL | OF_ONE.get(BACKEND, {})
 
 

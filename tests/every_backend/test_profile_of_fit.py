@@ -13,6 +13,7 @@ from lockstep.errors import LockstepWarning, ProfileError, UnsupportedModel
 from lockstep.training import fit_clock, profile
 from lockstep.training.profile_report import PARTS
 from tests.conformance.common import data, fit, model
+from tests.tables import Table
 from tests.tiers import rest
 
 BACKEND = keras.backend.backend()
@@ -99,11 +100,13 @@ def adds_up(report, recorded=False):
     assert sum(report.by_callback.values()) == pytest.approx(report.callbacks)
 
 
-CASES = {
-    "arrays": {"epochs": 3, "shuffle": True, "validation_split": 0.3},
-    "a callback": {"epochs": 2, "callbacks": [keras.callbacks.TerminateOnNaN]},
-    "steps of an epoch": {"epochs": 3, "steps_per_epoch": 2},
-}
+CASES = Table(
+    {
+        "arrays": {"epochs": 3, "shuffle": True, "validation_split": 0.3},
+        "a callback": {"epochs": 2, "callbacks": [keras.callbacks.TerminateOnNaN]},
+        "steps of an epoch": {"epochs": 3, "steps_per_epoch": 2},
+    }
+)
 
 
 @pytest.mark.parametrize("devices", [2, *rest(1)])

@@ -16,19 +16,22 @@ import lockstep
 from lockstep.errors import LayoutConflict, UnsplitBatchWarning, UnsupportedModel
 from tests.agreement import assert_equal, both, values
 from tests.conftest import BACKEND
+from tests.tables import Table
 from tests.tiers import further, quick_on_jax, rest
 
 ROWS, STEPS, PIECE = 8, 12, 3
 
-LAYERS = {
-    "LSTM": lambda **kw: layers.LSTM(5, **kw),
-    "GRU": lambda **kw: layers.GRU(5, **kw),
-    "GRU_reset_before": lambda **kw: layers.GRU(5, reset_after=False, **kw),
-    "SimpleRNN": lambda **kw: layers.SimpleRNN(5, **kw),
-    "stacked_cells": lambda **kw: layers.RNN([layers.LSTMCell(4), layers.GRUCell(5)], **kw),
-    "ConvLSTM1D": lambda **kw: layers.ConvLSTM1D(3, 2, padding="same", **kw),
-    "ConvLSTM2D": lambda **kw: layers.ConvLSTM2D(2, 2, padding="same", **kw),
-}
+LAYERS = Table(
+    {
+        "LSTM": lambda **kw: layers.LSTM(5, **kw),
+        "GRU": lambda **kw: layers.GRU(5, **kw),
+        "GRU_reset_before": lambda **kw: layers.GRU(5, reset_after=False, **kw),
+        "SimpleRNN": lambda **kw: layers.SimpleRNN(5, **kw),
+        "stacked_cells": lambda **kw: layers.RNN([layers.LSTMCell(4), layers.GRUCell(5)], **kw),
+        "ConvLSTM1D": lambda **kw: layers.ConvLSTM1D(3, 2, padding="same", **kw),
+        "ConvLSTM2D": lambda **kw: layers.ConvLSTM2D(2, 2, padding="same", **kw),
+    }
+)
 SHAPES = {"ConvLSTM1D": (6, 2), "ConvLSTM2D": (4, 4, 1)}
 IN_QUICK = LAYERS if BACKEND == "jax" else ("LSTM", "stacked_cells")
 
@@ -211,14 +214,16 @@ def test_the_state_is_no_weight_and_in_no_file(tmp_path):
     made.load_weights(tmp_path / "made.weights.h5")
 
 
-REFUSED = {
-    "jax": (ValueError, "batch size"),
-    "torch": (ValueError, "the batch size of the input sequences must be the same"),
-    "tensorflow": (
-        UnsupportedModel,
-        r"^The state of '\w+' has 8 rows, but the batch has a different number",
-    ),
-}
+REFUSED = Table(
+    {
+        "jax": (ValueError, "batch size"),
+        "torch": (ValueError, "the batch size of the input sequences must be the same"),
+        "tensorflow": (
+            UnsupportedModel,
+            r"^The state of '\w+' has 8 rows, but the batch has a different number",
+        ),
+    }
+)
 
 
 def test_another_number_of_rows_is_refused():
@@ -239,21 +244,25 @@ def _both_ways(**options):
     return layers.Bidirectional(layers.LSTM(4, return_sequences=True, **options), name="rnn")
 
 
-RNNS = {
-    "LSTM": lambda **kw: layers.LSTM(4, return_sequences=True, **kw),
-    "GRU": lambda **kw: layers.GRU(4, return_sequences=True, **kw),
-    "GRU, backwards": lambda **kw: layers.GRU(
-        4, return_sequences=True, reset_after=False, go_backwards=True, **kw
-    ),
-    "SimpleRNN, unrolled": lambda **kw: layers.SimpleRNN(
-        4, return_sequences=True, unroll=True, **kw
-    ),
-    "stacked cells": lambda **kw: layers.RNN(
-        [layers.LSTMCell(3), layers.GRUCell(4)], return_sequences=True, **kw
-    ),
-    "both ways": _both_ways,
-    "ConvLSTM1D": lambda **kw: layers.ConvLSTM1D(2, 2, padding="same", return_sequences=True, **kw),
-}
+RNNS = Table(
+    {
+        "LSTM": lambda **kw: layers.LSTM(4, return_sequences=True, **kw),
+        "GRU": lambda **kw: layers.GRU(4, return_sequences=True, **kw),
+        "GRU, backwards": lambda **kw: layers.GRU(
+            4, return_sequences=True, reset_after=False, go_backwards=True, **kw
+        ),
+        "SimpleRNN, unrolled": lambda **kw: layers.SimpleRNN(
+            4, return_sequences=True, unroll=True, **kw
+        ),
+        "stacked cells": lambda **kw: layers.RNN(
+            [layers.LSTMCell(3), layers.GRUCell(4)], return_sequences=True, **kw
+        ),
+        "both ways": _both_ways,
+        "ConvLSTM1D": lambda **kw: layers.ConvLSTM1D(
+            2, 2, padding="same", return_sequences=True, **kw
+        ),
+    }
+)
 NO_STOCK = pytest.mark.skipif(BACKEND == "jax", reason="Keras on JAX drops the state")
 PIECES = 4
 

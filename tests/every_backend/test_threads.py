@@ -13,6 +13,7 @@ from tests.agreement import assert_equal, values
 from tests.conformance.common import assert_compile_is_refused_in, data
 from tests.conftest import BACKEND
 from tests.every_backend.test_in_place import model
+from tests.tables import Table
 from tests.tiers import further, quick_on_jax
 
 X, Y = data(21)
@@ -28,12 +29,14 @@ def devices_of(made):
 
 
 OPTIONS = {"batch_size": 7, "verbose": 0}
-CALLS = {
-    "predict": lambda made: made.predict(X, **OPTIONS),
-    "evaluate": lambda made: made.evaluate(X, Y, **OPTIONS),
-    "predict_on_batch": lambda made: made.predict_on_batch(X),
-    "call": lambda made: numpy_of(made(X)),
-}
+CALLS = Table(
+    {
+        "predict": lambda made: made.predict(X, **OPTIONS),
+        "evaluate": lambda made: made.evaluate(X, Y, **OPTIONS),
+        "predict_on_batch": lambda made: made.predict_on_batch(X),
+        "call": lambda made: numpy_of(made(X)),
+    }
+)
 
 
 REFUSED = [*CALLS, "fit"]

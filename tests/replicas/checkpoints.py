@@ -24,6 +24,7 @@ from tests.checkpoints.data import SOURCES, arrays
 from tests.checkpoints.models import accumulating, everything, recurrent, sequences, with_validation
 from tests.checkpoints.runs import EPOCHS, STEPS, assert_same_end, small, train, variables
 from tests.conformance.side_by_side import BATCH, held_out, smooth
+from tests.tables import Table
 from tests.tiers import rest
 
 BOUND = 1e-10 if keras.backend.backend() == "torch" else 1e-5
@@ -139,11 +140,13 @@ def test_every_kind_of_data_goes_on_between_two_epochs(name, tmp_path):
     assert_same_end(train(SOURCES[name], tmp_path / "run", devices=SAME_BITS, checkpoint={}), truth)
 
 
-MODELS = {
-    "everything": (everything, with_validation),
-    "accumulating": (accumulating, arrays),
-    "recurrent": (recurrent, sequences),
-}
+MODELS = Table(
+    {
+        "everything": (everything, with_validation),
+        "accumulating": (accumulating, arrays),
+        "recurrent": (recurrent, sequences),
+    }
+)
 
 
 @pytest.mark.parametrize("name", rest(*MODELS))

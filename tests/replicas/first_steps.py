@@ -38,6 +38,7 @@ from lockstep.engines.replicas.sketches import bounds_for
 from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from tests.conformance.zoo import ZOO
 from tests.precision import floats
+from tests.tables import Table
 from tests.tiers import every
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
@@ -85,31 +86,35 @@ def _noise(layer, x, training):
     return x + noise - _mean(noise * x)
 
 
-LAYERS = {
-    "mean of the batch": lambda layer, x, training: x - _mean(x),
-    "maximum of the batch": lambda layer, x, training: x / (1 + ops.max(ops.abs(x), axis=0)),
-    "softmax over the rows": lambda layer, x, training: ops.softmax(x, axis=0),
-    "running sum": lambda layer, x, training: ops.cumsum(x, axis=0) / 9,
-    "rows in reverse": lambda layer, x, training: x + ops.flip(x, axis=0),
-    "rows rolled": lambda layer, x, training: ops.roll(x, 1, axis=0) + x,
-    "sorted columns": lambda layer, x, training: ops.sort(x, axis=0),
-    "similarity of rows": lambda layer, x, training: ops.matmul(
-        ops.softmax(ops.matmul(x, ops.transpose(x)), axis=-1), x
-    ),
-    "the first row": lambda layer, x, training: x + x[:1],
-    "the last row": lambda layer, x, training: x * x[-1:],
-    "number of rows": lambda layer, x, training: x * 7 / ops.cast(ops.shape(x)[0], x.dtype),
-    "deviation": lambda layer, x, training: x / (1 + ops.std(x, axis=0)),
-    "mean in training": lambda layer, x, training: x - _mean(x) if training else x,
-    "mean in prediction": lambda layer, x, training: x if training else x - _mean(x),
-    "mean of one column": lambda layer, x, training: ops.concatenate(
-        [x[:, :4], x[:, 4:] - _mean(x[:, 4:])], axis=1
-    ),
-    "mean times a weight": lambda layer, x, training: x + 0.01 * ops.matmul(_mean(x), layer.kernel),
-    "gradient of the mean": _mean_of_gradients,
-    "an average that is kept": _remembers,
-    "noise of all rows": _noise,
-}
+LAYERS = Table(
+    {
+        "mean of the batch": lambda layer, x, training: x - _mean(x),
+        "maximum of the batch": lambda layer, x, training: x / (1 + ops.max(ops.abs(x), axis=0)),
+        "softmax over the rows": lambda layer, x, training: ops.softmax(x, axis=0),
+        "running sum": lambda layer, x, training: ops.cumsum(x, axis=0) / 9,
+        "rows in reverse": lambda layer, x, training: x + ops.flip(x, axis=0),
+        "rows rolled": lambda layer, x, training: ops.roll(x, 1, axis=0) + x,
+        "sorted columns": lambda layer, x, training: ops.sort(x, axis=0),
+        "similarity of rows": lambda layer, x, training: ops.matmul(
+            ops.softmax(ops.matmul(x, ops.transpose(x)), axis=-1), x
+        ),
+        "the first row": lambda layer, x, training: x + x[:1],
+        "the last row": lambda layer, x, training: x * x[-1:],
+        "number of rows": lambda layer, x, training: x * 7 / ops.cast(ops.shape(x)[0], x.dtype),
+        "deviation": lambda layer, x, training: x / (1 + ops.std(x, axis=0)),
+        "mean in training": lambda layer, x, training: x - _mean(x) if training else x,
+        "mean in prediction": lambda layer, x, training: x if training else x - _mean(x),
+        "mean of one column": lambda layer, x, training: ops.concatenate(
+            [x[:, :4], x[:, 4:] - _mean(x[:, 4:])], axis=1
+        ),
+        "mean times a weight": lambda layer, x, training: (
+            x + 0.01 * ops.matmul(_mean(x), layer.kernel)
+        ),
+        "gradient of the mean": _mean_of_gradients,
+        "an average that is kept": _remembers,
+        "noise of all rows": _noise,
+    }
+)
 """What a layer does with its rows that depends on other rows."""
 
 
@@ -145,17 +150,19 @@ def everything_proven():
     return stack
 
 
-PLACES_OF_PROOFS = {
-    "torch": {
-        "torch.first_step.row_proofs.refused": {},
-        "torch.steps.whole_batch_steps._refused": None,
-    },
-    "tensorflow": {
-        "tensorflow.steps.steps.refused": {},
-        "tensorflow.steps.custom_steps.call_refused": None,
-        "tensorflow.steps.loss_sharding.why_whole": None,
-    },
-}
+PLACES_OF_PROOFS = Table(
+    {
+        "torch": {
+            "torch.first_step.row_proofs.refused": {},
+            "torch.steps.whole_batch_steps._refused": None,
+        },
+        "tensorflow": {
+            "tensorflow.steps.steps.refused": {},
+            "tensorflow.steps.custom_steps.call_refused": None,
+            "tensorflow.steps.loss_sharding.why_whole": None,
+        },
+    }
+)
 
 
 def two_steps(made, x, y):
@@ -358,73 +365,80 @@ def _digits(context):
     return context.prec
 
 
-PUT_BACK = {
-    "the level of a logger": (lambda: logging.getLogger("tests.of.lockstep"), _level),
-    "a context of decimals": (lambda: decimal.Context(prec=5), _digits),
-    "an environment variable": (lambda: _environ, lambda call: call()),
-    "the context of decimals": (lambda: _decimals, lambda call: call()),
-    "a matrix of SciPy": (lambda: scipy.sparse.csr_matrix(np.eye(2)), _matrix),
-    "a table of pandas": (lambda: pandas.DataFrame({"n": [0.0]}), _frame),
-    "a method of two underscores": (Called, lambda c: c()),
-    "a method of a base class": (lambda: type("Below", (Called,), {})(), lambda c: c()),
-    "a closure's None": (_late, lambda call: call()),
-    "a new global": (lambda: _new_global, lambda call: call()),
-    "a global that text names": (lambda: _global_by_text, lambda call: call()),
-    "a new attribute of a function": (_function_that_counts, lambda call: call()),
-    "a new attribute of a class": (_class_that_counts, lambda call: call()),
-    "a large array": (lambda: np.zeros(70_000), lambda a: a.__iadd__(1).sum()),
-    "an array of objects": (lambda: np.array([1, "s"], object), lambda a: a.__iadd__(a)[0]),
-    "what was spawned": (lambda: np.random.SeedSequence(1), lambda s: s.spawn(1)[0].spawn_key),
-    "what a generator spawned": (
-        lambda: np.random.default_rng(1),
-        lambda r: r.spawn(1)[0].random(),
-    ),
-    "a list": (lambda: [1, 2], list.pop),
-    "a deque": (lambda: deque([1, 2]), deque.popleft),
-    "a counter": (Counter, lambda c: c.update("a") or c["a"]),
-    "a user's dict": (lambda: UserDict(a=1), lambda d: d.update(a=d["a"] + 1) or d["a"]),
-    "bytes": (lambda: bytearray(b"ab"), bytearray.pop),
-    "an array": (lambda: array("d", [1, 2]), array.pop),
-    "an array of NumPy": (lambda: np.zeros(2), lambda a: a.__iadd__(1).sum()),
-    "text": (lambda: io.StringIO("a\nb\n"), _line),
-    "random numbers": (lambda: random.Random(1), random.Random.random),
-    "NumPy's": (lambda: np.random.default_rng(1), lambda r: r.random()),
-    "NumPy's old ones": (lambda: np.random.RandomState(1), lambda r: r.rand()),
-    "NumPy's bits": (lambda: np.random.PCG64(1), lambda r: r.random_raw()),
-    "an iterator in Python": (Steps, next),
-    "a bound method": (lambda: deque([1, 2]).popleft, lambda call: call()),
-    "a partial": (lambda: functools.partial(next, Steps()), lambda call: call()),
-    "options": (types.SimpleNamespace, _times),
-    "options of a thread": (_of_thread, _times),
-    "a lock": (threading.Lock, lambda lock: lock.acquire(blocking=False)),
-    "weak keys": (weakref.WeakKeyDictionary, _counted),
-    "an exit stack": (ExitStack, lambda s: s.callback(print) and len(vars(s)["_exit_callbacks"])),
-    "the state of a proxy": (lambda: weakref.proxy(NUMBERS), next),
-}
+PUT_BACK = Table(
+    {
+        "the level of a logger": (lambda: logging.getLogger("tests.of.lockstep"), _level),
+        "a context of decimals": (lambda: decimal.Context(prec=5), _digits),
+        "an environment variable": (lambda: _environ, lambda call: call()),
+        "the context of decimals": (lambda: _decimals, lambda call: call()),
+        "a matrix of SciPy": (lambda: scipy.sparse.csr_matrix(np.eye(2)), _matrix),
+        "a table of pandas": (lambda: pandas.DataFrame({"n": [0.0]}), _frame),
+        "a method of two underscores": (Called, lambda c: c()),
+        "a method of a base class": (lambda: type("Below", (Called,), {})(), lambda c: c()),
+        "a closure's None": (_late, lambda call: call()),
+        "a new global": (lambda: _new_global, lambda call: call()),
+        "a global that text names": (lambda: _global_by_text, lambda call: call()),
+        "a new attribute of a function": (_function_that_counts, lambda call: call()),
+        "a new attribute of a class": (_class_that_counts, lambda call: call()),
+        "a large array": (lambda: np.zeros(70_000), lambda a: a.__iadd__(1).sum()),
+        "an array of objects": (lambda: np.array([1, "s"], object), lambda a: a.__iadd__(a)[0]),
+        "what was spawned": (lambda: np.random.SeedSequence(1), lambda s: s.spawn(1)[0].spawn_key),
+        "what a generator spawned": (
+            lambda: np.random.default_rng(1),
+            lambda r: r.spawn(1)[0].random(),
+        ),
+        "a list": (lambda: [1, 2], list.pop),
+        "a deque": (lambda: deque([1, 2]), deque.popleft),
+        "a counter": (Counter, lambda c: c.update("a") or c["a"]),
+        "a user's dict": (lambda: UserDict(a=1), lambda d: d.update(a=d["a"] + 1) or d["a"]),
+        "bytes": (lambda: bytearray(b"ab"), bytearray.pop),
+        "an array": (lambda: array("d", [1, 2]), array.pop),
+        "an array of NumPy": (lambda: np.zeros(2), lambda a: a.__iadd__(1).sum()),
+        "text": (lambda: io.StringIO("a\nb\n"), _line),
+        "random numbers": (lambda: random.Random(1), random.Random.random),
+        "NumPy's": (lambda: np.random.default_rng(1), lambda r: r.random()),
+        "NumPy's old ones": (lambda: np.random.RandomState(1), lambda r: r.rand()),
+        "NumPy's bits": (lambda: np.random.PCG64(1), lambda r: r.random_raw()),
+        "an iterator in Python": (Steps, next),
+        "a bound method": (lambda: deque([1, 2]).popleft, lambda call: call()),
+        "a partial": (lambda: functools.partial(next, Steps()), lambda call: call()),
+        "options": (types.SimpleNamespace, _times),
+        "options of a thread": (_of_thread, _times),
+        "a lock": (threading.Lock, lambda lock: lock.acquire(blocking=False)),
+        "weak keys": (weakref.WeakKeyDictionary, _counted),
+        "an exit stack": (
+            ExitStack,
+            lambda s: s.callback(print) and len(vars(s)["_exit_callbacks"]),
+        ),
+        "the state of a proxy": (lambda: weakref.proxy(NUMBERS), next),
+    }
+)
 """Objects that are put back: how to make one, and a use that gives another value each time."""
 
 NUMBERS = Steps()
 
-FIXED = {
-    "itertools.cycle": lambda: itertools.cycle([1]),
-    "itertools.count": itertools.count,
-    "list_iterator": lambda: iter([1]),
-    "map": lambda: map(abs, [1]),
-    "zip": lambda: zip([1], strict=True),
-    "generator": lambda: (number for number in [1]),
-    "numpy.flatiter": lambda: np.ones(3).flat,
-    f"numpy.ndarray with {2**28 + 1} bytes": lambda: np.empty(2**28 + 1, "int8"),
-    "_io.TextIOWrapper": lambda: open(__file__),  # noqa: SIM115
-    "socket.socket": socket.socket,
-    "_thread.lock": lambda: _held(threading.Lock()),
-    "_thread.RLock": lambda: _held(threading.RLock()),
-    "threading.Event": threading.Event,
-    "queue.Queue": queue.Queue,
-    "random.SystemRandom": random.SystemRandom,
-    "_queue.SimpleQueue": queue.SimpleQueue,
-    "_hashlib.HASH": hashlib.md5,
-    "_contextvars.ContextVar": lambda: contextvars.ContextVar("a"),
-}
+FIXED = Table(
+    {
+        "itertools.cycle": lambda: itertools.cycle([1]),
+        "itertools.count": itertools.count,
+        "list_iterator": lambda: iter([1]),
+        "map": lambda: map(abs, [1]),
+        "zip": lambda: zip([1], strict=True),
+        "generator": lambda: (number for number in [1]),
+        "numpy.flatiter": lambda: np.ones(3).flat,
+        f"numpy.ndarray with {2**28 + 1} bytes": lambda: np.empty(2**28 + 1, "int8"),
+        "_io.TextIOWrapper": lambda: open(__file__),  # noqa: SIM115
+        "socket.socket": socket.socket,
+        "_thread.lock": lambda: _held(threading.Lock()),
+        "_thread.RLock": lambda: _held(threading.RLock()),
+        "threading.Event": threading.Event,
+        "queue.Queue": queue.Queue,
+        "random.SystemRandom": random.SystemRandom,
+        "_queue.SimpleQueue": queue.SimpleQueue,
+        "_hashlib.HASH": hashlib.md5,
+        "_contextvars.ContextVar": lambda: contextvars.ContextVar("a"),
+    }
+)
 """Objects that cannot be put back, by their classes."""
 
 

@@ -14,6 +14,7 @@ import lockstep
 from lockstep.errors import UnsplitBatchWarning
 from tests.agreement import assert_equal, both
 from tests.conftest import BACKEND
+from tests.tables import Table
 from tests.tiers import every, rest
 
 QUICK = 1 if BACKEND == "tensorflow" else None
@@ -102,26 +103,30 @@ def _counts_steps(layer, x):
     return x * (1 + layer.seen)
 
 
-BY_ROWS = {
-    "elementwise": lambda layer, x: ops.tanh(x) * 2 + ops.where(x > 0, x, -x),
-    "a kernel and swish": lambda layer, x: ops.silu(ops.matmul(x, layer.kernel)),
-    "layers of Keras": lambda layer, x: layer.norm(layer.dense(x)),
-    "an RNN of Keras": lambda layer, x: layer.lstm(x[:, None, :] * ops.ones((1, 4, 1)))[:, -1],
-    "softmax over columns": lambda layer, x: ops.softmax(x, axis=-1) - ops.cumsum(x, axis=1),
-    "layer norm by hand": lambda layer, x: (
-        (x - ops.mean(x, -1, keepdims=True)) / ops.std(x, axis=-1, keepdims=True)
-    ),
-    "rows merged, and back": _merged_and_back,
-    "attention by hand": _heads,
-    "positions along a sequence": _positions,
-    "a table looked up": lambda layer, x: ops.take(
-        layer.kernel, ops.cast(ops.clip(x, 0, 4), "int32")[:, 0], axis=0
-    ),
-    "columns taken apart": lambda layer, x: ops.concatenate(ops.split(x, 5, axis=1)[::-1], axis=1),
-    "the largest first": lambda layer, x: ops.top_k(x, 5)[0] + ops.flip(x, axis=1),
-    "a counter of steps": _counts_steps,
-    "zeros as many as rows": lambda layer, x: x + ops.zeros((ops.shape(x)[0], 5)),
-}
+BY_ROWS = Table(
+    {
+        "elementwise": lambda layer, x: ops.tanh(x) * 2 + ops.where(x > 0, x, -x),
+        "a kernel and swish": lambda layer, x: ops.silu(ops.matmul(x, layer.kernel)),
+        "layers of Keras": lambda layer, x: layer.norm(layer.dense(x)),
+        "an RNN of Keras": lambda layer, x: layer.lstm(x[:, None, :] * ops.ones((1, 4, 1)))[:, -1],
+        "softmax over columns": lambda layer, x: ops.softmax(x, axis=-1) - ops.cumsum(x, axis=1),
+        "layer norm by hand": lambda layer, x: (
+            (x - ops.mean(x, -1, keepdims=True)) / ops.std(x, axis=-1, keepdims=True)
+        ),
+        "rows merged, and back": _merged_and_back,
+        "attention by hand": _heads,
+        "positions along a sequence": _positions,
+        "a table looked up": lambda layer, x: ops.take(
+            layer.kernel, ops.cast(ops.clip(x, 0, 4), "int32")[:, 0], axis=0
+        ),
+        "columns taken apart": lambda layer, x: ops.concatenate(
+            ops.split(x, 5, axis=1)[::-1], axis=1
+        ),
+        "the largest first": lambda layer, x: ops.top_k(x, 5)[0] + ops.flip(x, axis=1),
+        "a counter of steps": _counts_steps,
+        "zeros as many as rows": lambda layer, x: x + ops.zeros((ops.shape(x)[0], 5)),
+    }
+)
 
 
 @pytest.mark.parametrize("what", every(3, BY_ROWS, quick=QUICK))
@@ -188,33 +193,38 @@ def statistics(layer, x):
     return (x - mean) * ops.rsqrt(variance + 1e-3)
 
 
-ACROSS = {
-    "rows from the fifteenth on": _last_rows,
-    "statistics by hand": statistics,
-    "a counter of rows": _counts_rows,
-    "a loss of rows": _adds_a_loss_of_rows,
-    "the number of rows": lambda layer, x: x / ops.cast(ops.shape(x)[0], x.dtype),
-    "the number of a row": lambda layer, x: (
-        x + ops.cast(ops.arange(ops.shape(x)[0]), x.dtype)[:, None] / 99
-    ),
-    "as many constants as rows": lambda layer, x: (
-        x * ops.reshape((ops.arange(44 * 5, dtype=x.dtype) / 220)[: ops.shape(x)[0] * 5], (-1, 5))
-    ),
-    "rows sorted": lambda layer, x: x + ops.sort(x, axis=0),
-    "the first row": lambda layer, x: x - x[:1],
-    "every second row, twice": lambda layer, x: x + 0.01 * ops.sum(x[::2]),
-    "rows merged with columns": lambda layer, x: x * ops.mean(ops.reshape(x, (-1,))),
-    "one number drawn for all rows": lambda layer, x: (
-        x + keras.random.uniform((1, 5), seed=layer.seeds)
-    ),
-    "numbers drawn with a number for a seed": lambda layer, x: (
-        x + keras.random.uniform(ops.shape(x), seed=3)
-    ),
-    "rows looked up": lambda layer, x: ops.take(x, ops.flip(ops.arange(ops.shape(x)[0])), axis=0),
-    "transposed": lambda layer, x: (
-        ops.matmul(x, layer.kernel) + 0.01 * ops.sum(ops.matmul(ops.transpose(x), x), axis=0)
-    ),
-}
+ACROSS = Table(
+    {
+        "rows from the fifteenth on": _last_rows,
+        "statistics by hand": statistics,
+        "a counter of rows": _counts_rows,
+        "a loss of rows": _adds_a_loss_of_rows,
+        "the number of rows": lambda layer, x: x / ops.cast(ops.shape(x)[0], x.dtype),
+        "the number of a row": lambda layer, x: (
+            x + ops.cast(ops.arange(ops.shape(x)[0]), x.dtype)[:, None] / 99
+        ),
+        "as many constants as rows": lambda layer, x: (
+            x
+            * ops.reshape((ops.arange(44 * 5, dtype=x.dtype) / 220)[: ops.shape(x)[0] * 5], (-1, 5))
+        ),
+        "rows sorted": lambda layer, x: x + ops.sort(x, axis=0),
+        "the first row": lambda layer, x: x - x[:1],
+        "every second row, twice": lambda layer, x: x + 0.01 * ops.sum(x[::2]),
+        "rows merged with columns": lambda layer, x: x * ops.mean(ops.reshape(x, (-1,))),
+        "one number drawn for all rows": lambda layer, x: (
+            x + keras.random.uniform((1, 5), seed=layer.seeds)
+        ),
+        "numbers drawn with a number for a seed": lambda layer, x: (
+            x + keras.random.uniform(ops.shape(x), seed=3)
+        ),
+        "rows looked up": lambda layer, x: ops.take(
+            x, ops.flip(ops.arange(ops.shape(x)[0])), axis=0
+        ),
+        "transposed": lambda layer, x: (
+            ops.matmul(x, layer.kernel) + 0.01 * ops.sum(ops.matmul(ops.transpose(x), x), axis=0)
+        ),
+    }
+)
 
 
 @pytest.mark.parametrize("what", every(5, ACROSS, quick=QUICK))

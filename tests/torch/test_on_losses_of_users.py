@@ -19,6 +19,7 @@ from lockstep.errors import UnsplitBatchWarning, UnsupportedModel
 from lockstep.keras_compat import compiled_metrics
 from tests.agreement import assert_equal, both
 from tests.replicas.losses_by_rows import leaves
+from tests.tables import Table
 from tests.tiers import every, further
 
 LATE = 9
@@ -127,25 +128,27 @@ def times(count):
     return {"loss": lambda y_true, y_pred: squares(y_true, y_pred) * count()}
 
 
-CASES = {
-    "outputs written by a loss": lambda: {"loss": clamped, "metrics": ["mae"]},
-    "outputs written by a metric": lambda: {"loss": "mse", "metrics": [clamped, "mae"]},
-    "targets written by a metric": lambda: {"loss": "mse", "metrics": [targets_written, "mae"]},
-    "a loss that changes late": lambda: {"loss": late()},
-    "a metric that changes late": lambda: {"loss": "mse", "metrics": [late()]},
-    "some numbers of rows": lambda: {"loss": of_some_numbers_of_rows},
-    "a rare branch": lambda: {"loss": rare},
-    "noise of Keras": lambda: {"loss": noisy_by_keras},
-    "noise of Python": lambda: {"loss": "mse", "metrics": [noisy_by_python]},
-    "noise of NumPy": lambda: {"loss": noisy_by_numpy, "metrics": [noisy_by_numpy]},
-    "a metric that a loss reads": lambda: shared([0.0]),
-    "an array that a metric writes": lambda: shared(np.zeros(1)),
-    "a namespace": lambda: times(counts_in_a_namespace(types.SimpleNamespace(count=0))),
-    "slots": lambda: times(Slots()),
-    "a deque": lambda: times(counts_in_a_deque(collections.deque(maxlen=50))),
-    "an attribute of a function": lambda: times(counts_in_itself()),
-    "a counter": lambda: times(partial(next, itertools.count(1))),
-}
+CASES = Table(
+    {
+        "outputs written by a loss": lambda: {"loss": clamped, "metrics": ["mae"]},
+        "outputs written by a metric": lambda: {"loss": "mse", "metrics": [clamped, "mae"]},
+        "targets written by a metric": lambda: {"loss": "mse", "metrics": [targets_written, "mae"]},
+        "a loss that changes late": lambda: {"loss": late()},
+        "a metric that changes late": lambda: {"loss": "mse", "metrics": [late()]},
+        "some numbers of rows": lambda: {"loss": of_some_numbers_of_rows},
+        "a rare branch": lambda: {"loss": rare},
+        "noise of Keras": lambda: {"loss": noisy_by_keras},
+        "noise of Python": lambda: {"loss": "mse", "metrics": [noisy_by_python]},
+        "noise of NumPy": lambda: {"loss": noisy_by_numpy, "metrics": [noisy_by_numpy]},
+        "a metric that a loss reads": lambda: shared([0.0]),
+        "an array that a metric writes": lambda: shared(np.zeros(1)),
+        "a namespace": lambda: times(counts_in_a_namespace(types.SimpleNamespace(count=0))),
+        "slots": lambda: times(Slots()),
+        "a deque": lambda: times(counts_in_a_deque(collections.deque(maxlen=50))),
+        "an attribute of a function": lambda: times(counts_in_itself()),
+        "a counter": lambda: times(partial(next, itertools.count(1))),
+    }
+)
 
 
 @pytest.mark.parametrize("name", every(2, CASES))

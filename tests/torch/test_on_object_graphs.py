@@ -17,6 +17,7 @@ from keras import layers
 import lockstep
 from lockstep.engines.torch.ranks import step_runner
 from lockstep.engines.torch.same_model.model_pickle import dump
+from tests.tables import Table
 
 SCRIPT = """
 import functools
@@ -113,61 +114,67 @@ def run(text):
     return change
 
 
-CHANGES = {
-    "an attribute": setting("dense", "units", value=7),
-    "an equal number": setting("dense", "extra", value=1e300),
-    "a new attribute": setting("dense", "mine", value=[1]),
-    "an attribute is gone": run("del vars(dense)['activity_regularizer']"),
-    "the name of an attribute": run("d = vars(dense); d['renamed'] = d.pop(list(d)[-1])"),
-    "a key of a global": run("t = script['TABLE']; t['b'] = t.pop('a')"),
-    "a regularizer": run("layer('conv').kernel_regularizer.l2 = 0.5"),
-    "a regularizer is another": run("layer('conv').kernel_regularizer = keras.regularizers.L1()"),
-    "an initializer": run("dense.kernel_initializer.scale = 3.0"),
-    "an activation": run("dense.activation = keras.activations.tanh"),
-    "a seed": run("vars(layer('dropout').seed_generator)['_initial_seed'] = 9"),
-    "the rate of a dropout": run("layer('dropout').rate = 0.1"),
-    "the spec of inputs": run("dense.input_spec.axes = {-1: 8}"),
-    "an item of a spec": run("dense.input_spec.axes[0] = 1"),
-    "a policy": run("dense.dtype_policy = keras.DTypePolicy('mixed_bfloat16')"),
-    "trainable": run("dense.trainable = False"),
-    "a tracked list": run("dense._layers.append(1)"),
-    "a list of variables": run("dense._trainable_variables.reverse()"),
-    "a hook of PyTorch": run("dense.register_forward_hook(print)"),
-    "the order of hooks": run("h = dense._forward_hooks; h[1] = print; h[2] = len; case.h = h"),
-    "the optimizer": run("optimizer.beta_1 = 0.5"),
-    "an item of the optimizer": run(
-        "d = [v for v in vars(optimizer).values() if isinstance(v, dict) and v][0]\n"
-        "k = next(iter(d)); d[k] = 99"
-    ),
-    "the schedule": run("optimizer._learning_rate.decay_rate = 0.5"),
-    "another optimizer": run("model.optimizer = keras.optimizers.SGD()"),
-    "compiled anew": run("model.compile('sgd', 'mse')"),
-    "a metric": run("model.metrics[-1].extra = 3"),
-    "a class": run("dense.__class__ = type('Mine', (keras.layers.Dense,), {})"),
-    "a method of an instance": run("dense.call = lambda x: x"),
-    "a frozen variable": run("dense.kernel.value.requires_grad_(False)"),
-    "another tensor": run("dense.kernel._value = torch.nn.Parameter(torch.zeros(9, 2))"),
-    "a tensor of another shape": run("dense.bias.value.data = torch.zeros(5)"),
-    "a tensor of another type": run("dense.bias.value.data = torch.zeros(2).half()"),
-    "memory of another": run("dense.bias.value.data = layer('norm').beta.value.data[:2]"),
-    "the path of a variable": run("dense.bias._path = 'other'"),
-    "the name of the model": run("model._name = 'other'"),
-    "a global": put("SCALE", 2.0),
-    "a global that was not there": put("LATER", 5.0),
-    "the file of a script": put("__file__", "other.py"),
-    "an item of a global": run("script['TABLE']['a'][1]['b'] = 5.0"),
-    "a global list grows": run("script['TABLE']['a'].append(5.0)"),
-    "a cell": run("script['mine'].__closure__[0].cell_contents = [4.0]"),
-    "an item in a cell": run("script['mine'].__closure__[0].cell_contents.append(4.0)"),
-    "a default": run("script['mine'].__defaults__ = (3,)"),
-    "a default by name": run("script['mine'].__kwdefaults__['weight'] = 3.0"),
-    "an attribute of a function": run("script['mine'].extra = 3.0"),
-    "an item of it": run("script['mine'].__annotations__['x'] = int"),
-    "the code": run("script['mine'].__code__ = script['mine'].__code__.replace(co_firstlineno=9)"),
-    "a name of a function": run("script['mine'].__qualname__ = 'other'"),
-    "an array": run("dense.array = np.zeros(2)"),
-    "an object of the user": run("dense.options = script['Options']()"),
-}
+CHANGES = Table(
+    {
+        "an attribute": setting("dense", "units", value=7),
+        "an equal number": setting("dense", "extra", value=1e300),
+        "a new attribute": setting("dense", "mine", value=[1]),
+        "an attribute is gone": run("del vars(dense)['activity_regularizer']"),
+        "the name of an attribute": run("d = vars(dense); d['renamed'] = d.pop(list(d)[-1])"),
+        "a key of a global": run("t = script['TABLE']; t['b'] = t.pop('a')"),
+        "a regularizer": run("layer('conv').kernel_regularizer.l2 = 0.5"),
+        "a regularizer is another": run(
+            "layer('conv').kernel_regularizer = keras.regularizers.L1()"
+        ),
+        "an initializer": run("dense.kernel_initializer.scale = 3.0"),
+        "an activation": run("dense.activation = keras.activations.tanh"),
+        "a seed": run("vars(layer('dropout').seed_generator)['_initial_seed'] = 9"),
+        "the rate of a dropout": run("layer('dropout').rate = 0.1"),
+        "the spec of inputs": run("dense.input_spec.axes = {-1: 8}"),
+        "an item of a spec": run("dense.input_spec.axes[0] = 1"),
+        "a policy": run("dense.dtype_policy = keras.DTypePolicy('mixed_bfloat16')"),
+        "trainable": run("dense.trainable = False"),
+        "a tracked list": run("dense._layers.append(1)"),
+        "a list of variables": run("dense._trainable_variables.reverse()"),
+        "a hook of PyTorch": run("dense.register_forward_hook(print)"),
+        "the order of hooks": run("h = dense._forward_hooks; h[1] = print; h[2] = len; case.h = h"),
+        "the optimizer": run("optimizer.beta_1 = 0.5"),
+        "an item of the optimizer": run(
+            "d = [v for v in vars(optimizer).values() if isinstance(v, dict) and v][0]\n"
+            "k = next(iter(d)); d[k] = 99"
+        ),
+        "the schedule": run("optimizer._learning_rate.decay_rate = 0.5"),
+        "another optimizer": run("model.optimizer = keras.optimizers.SGD()"),
+        "compiled anew": run("model.compile('sgd', 'mse')"),
+        "a metric": run("model.metrics[-1].extra = 3"),
+        "a class": run("dense.__class__ = type('Mine', (keras.layers.Dense,), {})"),
+        "a method of an instance": run("dense.call = lambda x: x"),
+        "a frozen variable": run("dense.kernel.value.requires_grad_(False)"),
+        "another tensor": run("dense.kernel._value = torch.nn.Parameter(torch.zeros(9, 2))"),
+        "a tensor of another shape": run("dense.bias.value.data = torch.zeros(5)"),
+        "a tensor of another type": run("dense.bias.value.data = torch.zeros(2).half()"),
+        "memory of another": run("dense.bias.value.data = layer('norm').beta.value.data[:2]"),
+        "the path of a variable": run("dense.bias._path = 'other'"),
+        "the name of the model": run("model._name = 'other'"),
+        "a global": put("SCALE", 2.0),
+        "a global that was not there": put("LATER", 5.0),
+        "the file of a script": put("__file__", "other.py"),
+        "an item of a global": run("script['TABLE']['a'][1]['b'] = 5.0"),
+        "a global list grows": run("script['TABLE']['a'].append(5.0)"),
+        "a cell": run("script['mine'].__closure__[0].cell_contents = [4.0]"),
+        "an item in a cell": run("script['mine'].__closure__[0].cell_contents.append(4.0)"),
+        "a default": run("script['mine'].__defaults__ = (3,)"),
+        "a default by name": run("script['mine'].__kwdefaults__['weight'] = 3.0"),
+        "an attribute of a function": run("script['mine'].extra = 3.0"),
+        "an item of it": run("script['mine'].__annotations__['x'] = int"),
+        "the code": run(
+            "script['mine'].__code__ = script['mine'].__code__.replace(co_firstlineno=9)"
+        ),
+        "a name of a function": run("script['mine'].__qualname__ = 'other'"),
+        "an array": run("dense.array = np.zeros(2)"),
+        "an object of the user": run("dense.options = script['Options']()"),
+    }
+)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -294,21 +301,23 @@ class Items(list):
         return 0
 
 
-HIDDEN = {
-    "an object of the user": lambda: types.SimpleNamespace(a=1),
-    "a reducer of its own": Counts,
-    "slots": Slots,
-    "a list with a length of its own": lambda: Items([1]),
-    "an array": lambda: np.zeros(3),
-    "a number of NumPy": lambda: np.float64(1.0),
-    "bytes that change": lambda: bytearray(b"abc"),
-    "a generator": lambda: np.random.default_rng(0),
-    "a counter": lambda: itertools.count(),
-    "an iterator": lambda: iter([1, 2]),
-    "a queue": lambda: collections.deque([1]),
-    "a fraction": lambda: fractions.Fraction(1, 2),
-    "a lookup": lambda: layers.StringLookup(vocabulary=["a"]),
-}
+HIDDEN = Table(
+    {
+        "an object of the user": lambda: types.SimpleNamespace(a=1),
+        "a reducer of its own": Counts,
+        "slots": Slots,
+        "a list with a length of its own": lambda: Items([1]),
+        "an array": lambda: np.zeros(3),
+        "a number of NumPy": lambda: np.float64(1.0),
+        "bytes that change": lambda: bytearray(b"abc"),
+        "a generator": lambda: np.random.default_rng(0),
+        "a counter": lambda: itertools.count(),
+        "an iterator": lambda: iter([1, 2]),
+        "a queue": lambda: collections.deque([1]),
+        "a fraction": lambda: fractions.Fraction(1, 2),
+        "a lookup": lambda: layers.StringLookup(vocabulary=["a"]),
+    }
+)
 
 
 @pytest.mark.parametrize("name", HIDDEN)

@@ -85,3 +85,15 @@ def test_the_new_names_of_precision_reach_the_workers():
         torch.backends.cuda.matmul.fp32_precision = "none"
         torch.backends.cudnn.conv.fp32_precision = "tf32"
     assert current_settings()["precision"] == before
+
+
+def test_a_trial_writes_into_no_tensor_that_it_has_not_changed():
+    """NaN is not equal to itself: parts of sharded variables were said to be changed in place."""
+    kept, changed = torch.tensor([1.0, float("nan")]), torch.zeros(2)
+    undo = placement.Undo([kept, changed])
+    undo.save()
+    changed += 1
+    before = kept._version
+    undo.put_back()
+    assert kept._version == before
+    assert not changed.any()

@@ -168,8 +168,15 @@ class Undo:
         with torch.no_grad():
             for tensor in self._tensors:
                 _, value = self._saved[id(tensor)]
-                if not torch.equal(tensor, value):  # batch norm of PyTorch counts no version
+                if not _is_same(tensor, value):  # batch norm of PyTorch counts no version
                     tensor.copy_(value)
+
+
+def _is_same(tensor: Any, value: Any) -> bool:
+    """Return whether two tensors have the same values; NaN equals NaN here."""
+    if torch.equal(tensor, value):
+        return True
+    return tensor.is_floating_point() and torch.allclose(tensor, value, 0.0, 0.0, equal_nan=True)
 
 
 def empty_parameter(variable: Any) -> Any:

@@ -176,7 +176,9 @@ def _is_same(tensor: Any, value: Any) -> bool:
     """Return whether two tensors have the same values; NaN equals NaN here."""
     if torch.equal(tensor, value):
         return True
-    return tensor.is_floating_point() and torch.allclose(tensor, value, 0.0, 0.0, equal_nan=True)
+    return bool(
+        tensor.is_floating_point() and torch.allclose(tensor, value, 0.0, 0.0, equal_nan=True)
+    )
 
 
 def empty_parameter(variable: Any) -> Any:

@@ -20,6 +20,7 @@ from lockstep.attach.attachment import session_of
 from lockstep.engines.torch.traced import gradients
 from lockstep.engines.torch.traced.trace import TracedStep
 from lockstep.errors import NotTracedWarning
+from lockstep.tools.bench.measurement import measure
 from tests.agreement import assert_equal, both
 
 X = np.random.default_rng(0).normal(size=(22, 4))
@@ -479,3 +480,12 @@ def test_training_goes_on_after_an_error_in_a_step():
                 model.train_on_batch(given, Y[:8])
     assert_equal(one, many)
     assert traces(many) == 1
+
+
+def test_bench_says_whether_steps_ran_as_graphs():
+    for asked in (True, False):
+        made = network()
+        made.jit_compile = asked
+        assert measure(made, (X, Y), 1, steps=4, rounds=1, batch_size=8).as_graphs == asked
+        made.jit_compile = False  # else Keras's function is compiled
+        lockstep.release(made)

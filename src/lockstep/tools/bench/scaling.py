@@ -53,6 +53,7 @@ class Measurement:
         load: The load of the machine before the measurement.
         backend: The backend of Keras.
         not_compiled: Why a step is not compiled on JAX; `""` if it is, or if the user asked.
+        as_graphs: Whether steps ran as graphs on PyTorch, as `jit_compile=True` asks for.
     """
 
     devices: tuple[str, ...]
@@ -70,6 +71,7 @@ class Measurement:
     load: float
     backend: str = "jax"
     not_compiled: str = ""
+    as_graphs: bool = False
 
     @property
     def rows_per_second(self) -> float:
@@ -228,7 +230,8 @@ class Scaling(Report):
     def heads(self) -> tuple[str, ...]:
         """The names of the cells. Virtual devices share the cores: none is faster than another."""
         compared = () if self.rehearsed else ("speed-up", "efficiency")
-        return ("devices", "rows/s", "step", "spread", *compared, *PARTS, "compile", "checkpoint")
+        parts = (*compared, *PARTS, "compile", "checkpoint", "as graphs")
+        return ("devices", "rows/s", "step", "spread", *parts)
 
     def cells(self, of: Measurement) -> list[str]:
         """The numbers of one measurement as text, in the order of `heads`."""
@@ -243,6 +246,7 @@ class Scaling(Report):
             *("" if seconds is None else _milliseconds(seconds) for seconds in parts),
             "" if of.compile is None else f"{of.compile:.1f} s",
             f"{of.checkpoint:.2f} s",
+            "yes" if of.as_graphs else "",
         ]
 
 

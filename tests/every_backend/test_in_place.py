@@ -347,10 +347,6 @@ def test_a_model_that_is_gone_holds_nothing():
     lockstep.distribute(made, 3)
     del made
     gc.collect()
-    if BACKEND == "tensorflow":  # where the variables of the layer stay copies on three devices
-        with pytest.raises(LayoutConflict, match="is laid out by another tool on cpu:0 to cpu:2"):
-            lockstep.distribute(encoder, 2)
-        return
     lockstep.distribute(encoder, 2)
     assert_on(encoder, 2)
 

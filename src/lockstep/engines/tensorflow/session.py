@@ -49,13 +49,16 @@ from lockstep.engines.replicas.first_step import (
     states_of,
 )
 from lockstep.engines.replicas.object_states import ObjectStates
+from lockstep.engines.replicas.outdated_programs import trace_others_again
 from lockstep.engines.replicas.sketches import GRADIENT, LOG, Mismatch, Sketches
 from lockstep.engines.tensorflow.branches.branch_steps import BranchSteps
 from lockstep.engines.tensorflow.branches.placed_variables import PlacedVariables
 from lockstep.engines.tensorflow.exchange.mirrored_variables import (
     MirroredVariables,
     devices_of,
+    is_left_by_a_model,
     is_mirrored,
+    make_plain,
     mirrored_variables,
 )
 from lockstep.engines.tensorflow.exchange.replica_consistency import (
@@ -126,8 +129,7 @@ class TensorFlowSession(Session):
                 "lockstep lays out the variables itself.\n"
                 "Build and distribute the model outside of any strategy.scope()."
             )
-        for variable in mirrored_variables(self.model):
-            self._check_layout(variable)
+        self._check_layouts(mirrored_variables(self.model))
 
     def open(self) -> None:
         """Lay out the variables."""
@@ -349,14 +351,21 @@ class TensorFlowSession(Session):
         """Lay out the variables that were created since the last call."""
         self.steps.adopt()
         variables = mirrored_variables(self.model)
-        for variable in variables:
-            self._check_layout(variable)
+        self._check_layouts(variables)
         self._copies.take_in(variables)
 
+    def _check_layouts(self, variables: list[Any]) -> None:
+        made = [each for each in variables if stored_value(each) is not None]
+        for variable in made:
+            check_shared(self, variable)
+        left = [v for v in made if is_left_by_a_model(v)]
+        for variable in left:
+            make_plain(variable)
+        trace_others_again(self.model, left)
+        for variable in made:
+            self._check_layout(variable)
+
     def _check_layout(self, variable: Any) -> None:
-        if stored_value(variable) is None:
-            return
-        check_shared(self, variable)
         if is_mirrored(stored_value(variable)) and not holders_of(variable):
             raise LayoutConflict(
                 f"Variable {variable.path!r} of {self.model.name!r} is laid out by another tool "

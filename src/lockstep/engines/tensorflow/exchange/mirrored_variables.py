@@ -214,6 +214,11 @@ def is_mirrored(value: Any) -> bool:
     return isinstance(value, tf.distribute.DistributedValues)
 
 
+def is_left_by_a_model(variable: Any) -> bool:
+    """Return whether a distributed model had a variable, and is gone without being released."""
+    return isinstance(stored_value(variable), MirroredVariable) and not holders_of(variable)
+
+
 def devices_of(variable: Any) -> tuple[str, ...]:
     """Return the devices that hold a Keras variable."""
     value = stored_value(variable)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lockstep.core.layout import Branches
+from lockstep.core.patched import Replaced
 from lockstep.keras_compat import RUN_GRAPH, functional_of, run_graph, sublayers_of
 
 Scope = Callable[[str, Any], AbstractContextManager[Any]]
@@ -24,7 +25,7 @@ class CallScopes:
     def __init__(self, model: Any, layout: Branches, scope: Scope) -> None:
         self._layout = layout
         self._scope = scope
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replaced = Replaced()
         self._model = model
 
     def put_on(self) -> None:
@@ -33,14 +34,7 @@ class CallScopes:
 
     def take_off(self) -> None:
         """Undo `put_on`, except for methods that were replaced again since."""
-        for owner, name, method, before in reversed(self._replaced):
-            if vars(owner).get(name) is not method:
-                continue
-            if before is None:
-                del vars(owner)[name]
-            else:
-                vars(owner)[name] = before
-        self._replaced.clear()
+        self._replaced.undo()
 
     def _walk(self, layer: Any, seen: set[int]) -> None:
         if id(layer) in seen:
@@ -48,11 +42,11 @@ class CallScopes:
         seen.add(id(layer))
         has_graph = functional_of(layer) is layer
         if has_graph:
-            self._replace(layer, RUN_GRAPH, functools.partial(_run, layer, self._around))
+            self._replaced.replace(layer, RUN_GRAPH, functools.partial(_run, layer, self._around))
         for inner in sublayers_of(layer):
             # The graph of a Sequential model is made anew by `add` and `pop`.
             if not has_graph and id(inner) in self._layout.fixed:
-                self._replace(inner, "call", self._scoped(inner))
+                self._replaced.replace(inner, "call", self._scoped(inner))
             self._walk(inner, seen)
 
     def _around(self, node: Any) -> AbstractContextManager[Any]:
@@ -69,11 +63,6 @@ class CallScopes:
                 return call(*args, **kwargs)
 
         return call_in_scope
-
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        # A model inside this one may have its own layout; the devices are the same.
-        self._replaced.append((owner, name, method, vars(owner).get(name)))
-        vars(owner)[name] = method
 
 
 def _run(

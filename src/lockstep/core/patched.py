@@ -1,4 +1,4 @@
-"""Temporary replacement of attributes of instances."""
+"""Replacement of attributes of instances, for a context or until it is undone."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,3 +26,26 @@ def patched(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
                 vars(item).pop(name, None)
             else:
                 vars(item)[name] = value
+
+
+class Replaced:
+    """Attributes of instances that were replaced, without Keras's tracking."""
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[Any, str, Any, Any]] = []
+
+    def replace(self, item: Any, name: str, value: Any) -> None:
+        """Replace an attribute."""
+        self._changes.append((item, name, value, vars(item).get(name, _ABSENT)))
+        vars(item)[name] = value
+
+    def undo(self) -> None:
+        """Put back what was there, except for attributes that were replaced again since."""
+        for item, name, value, before in reversed(self._changes):
+            if vars(item).get(name) is not value:
+                continue
+            if before is _ABSENT:
+                del vars(item)[name]
+            else:
+                vars(item)[name] = before
+        self._changes.clear()

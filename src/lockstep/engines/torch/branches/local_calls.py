@@ -13,6 +13,7 @@ import keras
 import torch
 
 from lockstep.core.layout import Branches
+from lockstep.core.patched import Replaced
 from lockstep.engines.torch.branches.mixed_devices import one_device_each
 from lockstep.engines.torch.exchange.placement import computes, current_device, version_of
 from lockstep.keras_compat import (
@@ -88,7 +89,7 @@ class LocalCalls:
     def __init__(self, model: Any, layout: Branches) -> None:
         self._model = model
         self._layout = layout
-        self._replaced: list[tuple[Any, Any, Any]] = []
+        self._replaced = Replaced()
         self._variables: dict[int, list[Any]] = {}
 
     def put_on(self) -> None:
@@ -97,14 +98,7 @@ class LocalCalls:
 
     def take_off(self) -> None:
         """Undo `put_on`, except for methods that were replaced again since."""
-        for operation, method, before in reversed(self._replaced):
-            if vars(operation).get("call") is not method:
-                continue
-            if before is None:
-                del vars(operation)["call"]
-            else:
-                vars(operation)["call"] = before
-        self._replaced.clear()
+        self._replaced.undo()
 
     def forget_variables(self) -> None:
         """List the variables of layers again: some were created."""
@@ -141,9 +135,7 @@ class LocalCalls:
                 continue
             seen.add(id(each))
             whole = not self._is_split(each)
-            method, before = self.local(each, whole=whole), vars(each).get("call")
-            self._replaced.append((each, method, before))
-            vars(each)["call"] = method
+            self._replaced.replace(each, "call", self.local(each, whole=whole))
             if not whole:
                 self._walk(each, seen)
 

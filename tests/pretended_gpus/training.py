@@ -6,6 +6,7 @@ Each case compares with the same on one device, in float64.
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import keras
@@ -14,9 +15,10 @@ from keras import layers
 
 import lockstep
 from lockstep.engines.replicas.sketches import Bounds, first_mismatch
+from tests import agreement
+from tests.agreement import both, seeded, values
 
-BOUND = 1e-10
-BACKEND = keras.backend.backend()
+assert_equal = partial(agreement.assert_equal, bound=1e-10)
 DEVICES = [name for name in lockstep.devices() if name.startswith("gpu:")]
 QUIET = {"verbose": 0, "shuffle": False}
 
@@ -53,22 +55,10 @@ def results(model, **options):
     ]
 
 
-def values(model):
-    slots = model.optimizer.variables if model.optimizer is not None else []
-    return [keras.ops.convert_to_numpy(variable.value) for variable in [*model.variables, *slots]]
-
-
-def assert_equal(one, other):
-    def close(a, b):
-        np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=0, atol=BOUND)
-
-    keras.tree.map_structure(close, one, other)
-
-
 def compared(make=network, run=results, change=lockstep.distribute):
-    one, many = make(), None
+    one = seeded(make)
     expected = [run(one), values(one)]
-    many = make()
+    many = seeded(make)
     change(many)
     found = [run(many), values(many)]
     assert_equal(expected, found)
@@ -100,8 +90,6 @@ def micro_batches(folder):
 
 def branches(folder):
     def make():
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(3)
         given = [keras.Input((6, 6, 3), name=name) for name in ("a", "b")]
         sides = [
             layers.Dense(3, "tanh", name=f"of_{each.name}")(
@@ -164,8 +152,6 @@ def checkpointed(folder):
             return x + checkpoint(self.dense, x, use_reentrant=False)
 
     def make():
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((4,)), layers.Dense(100), Block(), layers.Dense(2)])
         model.compile("adam", "mse")
         return model
@@ -185,8 +171,6 @@ def penalty(folder):
     from tests.torch.test_on_own_steps import Gan
 
     def make():
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(11)
         model = Gan()
         model.compile()
         return model
@@ -222,8 +206,6 @@ def without_call(folder):
             return {"loss": loss}
 
     def make():
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(11)
         model = Own()
         model.compile()
         return model
@@ -231,8 +213,8 @@ def without_call(folder):
     def run(model):
         return model.fit(data()[0][:, 0, :2, :2].reshape(23, 4), batch_size=8, **QUIET).history
 
-    one, many = make(), make()
-    assert_equal(run(one), run(lockstep.distribute(many)))
+    one, many = both(make, None)
+    assert_equal(run(one), run(many))
     assert_equal(values(one), values(many))
 
 
@@ -258,8 +240,6 @@ def unused_sums(folder):
             return {"loss": loss, "norm": norm}
 
     def make():
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(1)
         given = keras.Input((4,))
         model = Logs(given, layers.Dense(2)(layers.Dense(5, "tanh")(given)))
         model.compile("sgd", "mse")
@@ -285,8 +265,6 @@ def types(folder):
     """Weights of two types, and of one that NCCL has no sum for."""
 
     def make(other):
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(1)
         first = layers.Dense(5, "tanh", dtype=other)
         model = keras.Sequential([keras.Input((4,)), first, layers.Dense(2)])
         model.compile("sgd", "mse")
@@ -295,7 +273,7 @@ def types(folder):
     x, y = data()
     x = x[:, 0, :2, :2].reshape(23, 4)
     for other, bound in {"float32": 1e-6, "bfloat16": 2e-2}.items():
-        one, many = make(other), lockstep.distribute(make(other))
+        one, many = both(partial(make, other), None)
         for model in (one, many):
             model.fit(x, y, batch_size=8, **QUIET)
         for a, b in zip(values(one), values(many), strict=True):
@@ -306,8 +284,6 @@ def types(folder):
 
 def main(folder, *cases):
     keras.config.set_floatx("float64")
-    if BACKEND == "torch":
-        import tests.torch.double  # noqa: F401
     warnings.simplefilter("error", lockstep.errors.UnsplitBatchWarning)
     for case in cases:
         if case in ("checkpointed", "penalty", "without_call"):

@@ -1,4 +1,4 @@
-"""What `test_gpus.py` runs in a process of its own, on PyTorch with GPUs.
+"""What `test_gpus.py` runs in a process of its own, on PyTorch with GPUs, besides trainings.
 
 python -m tests.torch.on_gpus NAME
 """
@@ -6,9 +6,7 @@ python -m tests.torch.on_gpus NAME
 import os
 import signal
 import sys
-import tempfile
 from contextlib import nullcontext
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -19,50 +17,8 @@ from keras import layers
 import lockstep
 from lockstep.errors import DeviceError, DeviceNotFound, WorkerDied
 from tests.agreement import assert_equal, both, values
+from tests.pretended_gpus.training import QUIET, data, network
 from tests.torch.test_on_failures import workers
-
-QUIET = {"verbose": 0, "shuffle": False}
-
-
-def network():
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 3)),
-            layers.Conv2D(4, 3, activation="tanh", kernel_regularizer="l2"),
-            layers.BatchNormalization(),
-            layers.Flatten(),
-            layers.Dense(2),
-        ]
-    )
-    model.compile(keras.optimizers.SGD(0.005, momentum=0.9), "mse", metrics=["mae"])
-    return model
-
-
-def data(rows=23):
-    rng = np.random.default_rng(4)
-    return rng.normal(size=(rows, 8, 8, 3)), rng.normal(size=(rows, 2))
-
-
-def several():
-    """All GPUs leave what Keras alone leaves on one, and the files are those of one."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    one, many = both(network, devices=None)
-    x, y = data()
-    results = [
-        [
-            model.fit(x, y, batch_size=5, epochs=3, **QUIET).history,
-            model.evaluate(x, y, batch_size=5, verbose=0),
-            model.predict(x, batch_size=5, verbose=0),
-        ]
-        for model in (one, many)
-    ]
-    assert_equal(*results)
-    assert_equal(one, many)
-    assert len(workers(os.getpid())) == torch.cuda.device_count() - 1
-    with tempfile.TemporaryDirectory() as folder:
-        many.save(Path(folder) / "model.keras")
-        loaded = keras.models.load_model(Path(folder) / "model.keras")
-    assert_equal(values(loaded), values(many))
 
 
 def moved():
@@ -157,7 +113,7 @@ def branches_clipped():
     assert_equal(_trained(None, **options)[1], _trained(homes, **options)[1])
 
 
-CHECKS = (several, moved, killed, refused, branches, branches_and_cpu, branches_clipped)
+CHECKS = (moved, killed, refused, branches, branches_and_cpu, branches_clipped)
 
 if __name__ == "__main__":
     {check.__name__: check for check in CHECKS}[sys.argv[1]]()

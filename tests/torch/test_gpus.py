@@ -8,9 +8,9 @@ import pytest
 from tests.conftest import FOR_GPUS
 
 
-def run(name, request):
+def run(request, *arguments):
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.torch.on_gpus", name],
+        [sys.executable, "-W", "ignore", "-m", *map(str, arguments)],
         cwd=request.config.rootpath,
         env={**FOR_GPUS, "KERAS_BACKEND": "torch"},
         capture_output=True,
@@ -22,13 +22,20 @@ def run(name, request):
 
 @pytest.mark.needs_gpu(2)
 @pytest.mark.parametrize(
-    "name",
-    ["several", "moved", "killed", "branches", "branches_and_cpu", "branches_clipped"],
+    "case", ["everything", "sharded", "micro_batches", "branches", "resumed", "checkpointed"]
+)
+def test_several_gpus_leave_what_one_device_leaves(case, request, tmp_path):
+    run(request, "tests.pretended_gpus.training", tmp_path, case)
+
+
+@pytest.mark.needs_gpu(2)
+@pytest.mark.parametrize(
+    "name", ["moved", "killed", "branches", "branches_and_cpu", "branches_clipped"]
 )
 def test_several_gpus(name, request):
-    run(name, request)
+    run(request, "tests.torch.on_gpus", name)
 
 
 @pytest.mark.needs_gpu(1)
 def test_devices_that_ranks_cannot_have_are_refused(request):
-    run("refused", request)
+    run(request, "tests.torch.on_gpus", "refused")

@@ -247,6 +247,20 @@ def test_a_division_of_integers_is_not_compiled(monkeypatch, capsys):
     assert f"{NOT}it divides integers by a tensor" in capsys.readouterr().out
 
 
+class Chooses(layers.Layer):
+    def call(self, inputs):
+        chosen = keras.random.categorical(keras.ops.stop_gradient(inputs), 1, seed=1)
+        return inputs + keras.ops.cast(chosen, inputs.dtype)
+
+
+def test_an_operation_that_refuses_nan_is_no_error_of_the_user(monkeypatch, capsys):
+    monkeypatch.setattr(trace, "Compilation", Immediate)
+    _, many = both(lambda: network(Chooses()), 1)
+    many.jit_compile = True
+    many.fit(X, Y, batch_size=4, epochs=3, verbose=2)
+    assert f"\nlockstep: {BEGIN}" in capsys.readouterr().out
+
+
 def test_the_variable_leaves_it_out(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_INDUCTOR", "0")
     many = trained(monkeypatch, None)  # which cannot be called

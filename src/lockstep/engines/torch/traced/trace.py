@@ -16,6 +16,7 @@ from lockstep.core.held_signals import HeldSignals
 from lockstep.core.patched import patched
 from lockstep.core.state import optimizers_of, unique, variables_of
 from lockstep.engines.replicas.first_step import unchanged_objects
+from lockstep.engines.torch.exchange.group import PeerLost
 from lockstep.engines.torch.first_step.first_step import stock_step
 from lockstep.engines.torch.steps.replica import random_state, set_random_state
 from lockstep.engines.torch.steps.split_checks import is_flat
@@ -106,12 +107,16 @@ class TracedStep:
     def compared(self, batch: Any) -> str:
         """Return how what has been compiled differs from the graph for NaN and infinity, "" if not.
 
-        A compiler may take `x * 0` for 0, and no comparison of ordinary batches sees that.
+        A compiler may take `x * 0` for 0, and no comparison of ordinary batches sees that. An
+        operation that refuses such values does so in all ranks, each of which has a row of them.
         """
         assert self._compilation is not None, "it is compiled"
         assert self._compilation.program is not None, "it is loaded"
         assert self._guard is not None, "it is compiled"
         alike, before = True, random_state()
+        rows = [len(leaf) for leaf in _tensors(batch) if leaf.ndim]
+        if self._mesh is not None and min(rows, default=0) < self._mesh.size:
+            return ""
         for value in (math.nan, math.inf):
             inputs = self._guard.with_value(self._inputs(batch), value)
             runs = []
@@ -120,7 +125,9 @@ class TracedStep:
                     set_random_state(before)
                     with torch.no_grad():
                         runs.append(program(*inputs))
-            except torch.linalg.LinAlgError:  # an operation refuses such values
+            except PeerLost:
+                raise
+            except Exception:
                 continue
             finally:
                 set_random_state(before)

@@ -317,6 +317,7 @@ class TensorFlowSession(Session):
     def recorded(self, batch: Any) -> list[Sketches]:
         """Return the sketches of each replica of a training step without an update."""
         is_custom = why_custom(self.model, "train_step") is not None
+        self._take_in()  # what was built since
         try:
             size = len(self.devices)
             return self._recorded(self.steps.train, batch, batch, size, is_custom)[0]

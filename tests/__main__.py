@@ -35,8 +35,8 @@ _EVERY = 20.0
 """Seconds between two lines about a lane, where no terminal shows them in place."""
 
 USAGE = """\
-python -m tests              quick: each behaviour once on each backend; about 14 minutes on 2 cores
-python -m tests --thorough   further values, layers, kills and clusters; about 25 minutes
+python -m tests              quick: each behaviour once on each backend; about 25 minutes on 2 cores
+python -m tests --thorough   further values, layers, kills and clusters; longer
 python -m tests --whole      everything, compiled as users do: hours, before a release
 python -m tests -k NAME      tests by name, in all backends and in quick and thorough
 python -m tests PATH ...     files or folders, also with the arguments of pytest

@@ -261,6 +261,19 @@ def test_an_operation_that_refuses_nan_is_no_error_of_the_user(monkeypatch, caps
     assert f"\nlockstep: {BEGIN}" in capsys.readouterr().out
 
 
+class Refuses(Immediate):
+    @staticmethod
+    def changed(found):
+        if any(each.isnan().any() for each in found):
+            raise ValueError("NaN")
+        return found
+
+
+def test_what_refuses_nan_where_its_graph_does_not_is_not_used(monkeypatch):
+    many = trained(monkeypatch, Refuses)
+    assert runs_compiled(many) == [False]
+
+
 def test_the_variable_leaves_it_out(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_INDUCTOR", "0")
     many = trained(monkeypatch, None)  # which cannot be called

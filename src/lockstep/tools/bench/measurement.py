@@ -126,12 +126,8 @@ def measure(
         load=load,
         backend=engine.name,
         not_compiled=_not_compiled(model) if engine.name == "jax" else "",
-        as_graphs=engine.name == "torch" and _graphs_run(session) > steps_taken,
+        as_graphs=getattr(session, "graphs_run", 0) > steps_taken,
     )
-
-
-def _graphs_run(session: Any) -> int:
-    return session.graphs_run if session is not None else 0
 
 
 def draw(model: Any, data: Parts, batch_size: int | None, most: int) -> tuple[float, list[int]]:

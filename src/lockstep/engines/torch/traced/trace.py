@@ -119,19 +119,23 @@ class TracedStep:
             return ""
         for value in (math.nan, math.inf):
             inputs = self._guard.with_value(self._inputs(batch), value)
-            runs = []
-            try:
-                for program in (self._module, self._compilation.program):
-                    set_random_state(before)
+            runs: list[Any] = []
+            for program in (self._module, self._compilation.program):
+                set_random_state(before)
+                try:
                     with torch.no_grad():
                         runs.append(program(*inputs))
-            except PeerLost:
-                raise
-            except Exception:
-                continue
-            finally:
-                set_random_state(before)
-            alike &= all(map(_are_alike, *runs))
+                except PeerLost:
+                    raise
+                except Exception:
+                    runs.append(None)
+                finally:
+                    set_random_state(before)
+            one, other = runs
+            if one is None or other is None:
+                alike &= one is other  # both refuse these values
+            else:
+                alike &= all(map(_are_alike, one, other))
         return "" if alike else "what is compiled makes other values of NaN or infinity"
 
     def _inputs(self, batch: Any) -> list[Any]:
